@@ -73,6 +73,12 @@ class Interrupted(Exception):
         self.error = error
 
 
+def raise_lines(lines: Iterable[str], kind: type[RunError] = InputError) -> None:
+    """Raise an error of this kind with these lines, if there are any."""
+    if text := "\n".join(lines):
+        raise kind(text)
+
+
 def takes_escapes(stream: TextIO) -> bool:
     """Return whether a stream is a terminal that understands escape sequences."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"

@@ -10,7 +10,7 @@ from pipeline.configuration.names import FILE_FLAGS, Names, normalise, without_f
 from pipeline.configuration.rank_rules import with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
-from pipeline.errors import ContradictionError, InputError, dashed, nearest, say, show
+from pipeline.errors import ContradictionError, InputError, dashed, nearest, raise_lines, say, show
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.scripts import launch_file
@@ -127,8 +127,7 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
             if isinstance(error, ContradictionError) and number > max(chosen):
                 continue  # it does not run, and no stage that runs reads what it would write
             errors += [as_override(line, kind.section) for line in str(error).splitlines() if line not in errors]
-    if errors:
-        raise InputError("\n".join(dict.fromkeys(errors)))
+    raise_lines(dict.fromkeys(errors))
     sections = {kind.section for kind in chosen.values()}
     show(*(f"note: {line}" for line in flags_of_absent_stages(overrides, sections, given)))
     resolved = with_command_rules({stages[number].stage: stages[number].resolved for number in chosen})

@@ -5,7 +5,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from pipeline.engine.start_models import Check, StartModel, check_settings, package_checks
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import EnvironmentFault, InputError, raise_lines
 from pipeline.models.forward.packed_attention import check_packing
 from pipeline.models.paths import check_language_model
 from pipeline.models.source import ModelSource, check_positions
@@ -57,8 +57,7 @@ def check_seq2seq(config: SFTConfig, source: ModelSource) -> None:
         (config.data.train_on_prompt, "--train-on-prompt", "the prompt is the encoder's input; leave it out"),
         (fp16 and kind.endswith("t5"), "--dtype fp16", f"{kind} overflows in fp16; give bf16 or fp32"),
     )
-    if lines := [f"{flag}: {reason}" for given, flag, reason in refused if given]:
-        raise InputError("\n".join(lines))
+    raise_lines(f"{flag}: {reason}" for given, flag, reason in refused if given)
 
 
 def check_labels(source: ModelSource) -> None:

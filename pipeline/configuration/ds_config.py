@@ -14,7 +14,7 @@ from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_k
 from pipeline.configuration.groups import PERSISTENCE, STAGE, DeepSpeedConfig, Group, ModelConfig, Offload
 from pipeline.configuration.origins import Origins
 from pipeline.configuration.resolved import Resolved
-from pipeline.errors import InputError, dashed
+from pipeline.errors import InputError, dashed, raise_lines
 
 Json = dict[str, Any]
 EngineDtype = Literal["bf16", "fp16", "fp32"]
@@ -260,8 +260,7 @@ def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Place
         errors.append("--save-adapter-only: what --only-optimize-lora false trains beside it is not saved; drop one")
     if placement.dtype == "fp16" and placement.device == "cpu":
         errors.append("--dtype fp16: DeepSpeed has no fp16 on the CPU; use bf16 or fp32")
-    if errors:
-        raise InputError("\n".join(errors))
+    raise_lines(errors)
 
 
 def offloads(settings: DeepSpeedConfig, model: ModelConfig) -> dict[str, bool]:

@@ -14,7 +14,7 @@ from pipeline.configuration.ds_keys import IDLE, MONITORS, READ_AT, REFUSED, blo
 from pipeline.configuration.flag_table import ZERO_STAGE, Flag
 from pipeline.configuration.groups import ONLY_IN_JSON
 from pipeline.configuration.origins import DEFAULT, Origins
-from pipeline.errors import InputError, counted, dashed
+from pipeline.errors import InputError, counted, dashed, raise_lines
 from pipeline.files import readable
 from pipeline.redact import shown
 
@@ -55,8 +55,7 @@ def read_user_json(path: str | Path) -> Json:
     check_keys(content, str(path))
     refuse_optimizer(content, str(path))
     content = usual_names(without_refused(content), str(path))
-    if errors := [f"{path}: {error}" for error in contradictions(dict(leaves(content)))]:
-        raise InputError("\n".join(errors))
+    raise_lines(f"{path}: {error}" for error in contradictions(dict(leaves(content))))
     return content
 
 
@@ -253,8 +252,7 @@ def merge_user_json(built: Json, user: Json, table: Mapping[str, Flag], origins:
             setters = [f"{dashed(name)} ({origin})" for name, origin in set_by.items() if not origin.is_default]
             by = " and ".join(setters) or dashed(names[0])
             errors.append(f"{source}: {key}: got {value!r}, but {by} makes it {ours[key]!r}")
-    if errors:
-        raise InputError("\n".join(errors))
+    raise_lines(errors)
     return overlay(built, {key: value for key, value in user.items() if key not in ("optimizer", "scheduler")})
 
 

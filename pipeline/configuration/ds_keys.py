@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from pipeline.errors import EnvironmentFault, InputError, nearest
+from pipeline.errors import EnvironmentFault, nearest, raise_lines
 
 # Blocks that DeepSpeed reads key by key, so that a wrong one has no effect and no message.
 LOOSE_BLOCKS = (
@@ -218,8 +218,7 @@ def check_keys(user_json: Mapping[str, Any], source: str = "DeepSpeed JSON") -> 
     Raises:
         InputError: one line for each of them, with its path and what would be right.
     """
-    if errors := list(wrong_keys(user_json, "")):
-        raise InputError("\n".join(f"{source}: {error}" for error in errors))
+    raise_lines(f"{source}: {error}" for error in wrong_keys(user_json, ""))
 
 
 def wrong_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:

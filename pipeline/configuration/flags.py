@@ -32,7 +32,7 @@ from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise, 
 from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin
 from pipeline.configuration.resolved import Resolved, validated
 from pipeline.console import HELP, HELP_ALL
-from pipeline.errors import InputError, dashed, nearest
+from pipeline.errors import InputError, dashed, nearest, raise_lines
 from pipeline.files import readable
 from pipeline.redact import redacted, repeated, shown_value
 
@@ -135,8 +135,7 @@ def check_dashes(argv: Iterable[str]) -> None:
     A value that looks like that is written `--flag=value`, as one that starts with `--`.
     """
     matches = filter(None, map(OTHER_DASHES.fullmatch, dict.fromkeys(argv)))
-    if lines := [f"{match[0]}: {match[0][0]!r} begins no flag; write --{match[1]}" for match in matches]:
-        raise InputError("\n".join(lines))
+    raise_lines(f"{match[0]}: {match[0][0]!r} begins no flag; write --{match[1]}" for match in matches)
 
 
 def scan(argv: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
@@ -301,8 +300,7 @@ def with_deepspeed_json(config: Group, origins: dict[str, Origin], path: str) ->
                 f"{path}: {key}: got {shown_value(value)}, but {dashed(name)} is {before[name]} ({origins[name]});"
                 ' make them equal, or write "auto" into the JSON'
             )
-    if errors:
-        raise InputError("\n".join(errors))
+    raise_lines(errors)
     config = validated(type(config), values, origins)
     now = dict(flat_items(config))
     changes = {name: f"{shown_value(now[name])} (was {before[name]})" for name in changed}

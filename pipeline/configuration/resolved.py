@@ -10,7 +10,7 @@ from pipeline.configuration.flag_checks import unread_flags
 from pipeline.configuration.flag_table import Flag, flag_table, flat_items, nest
 from pipeline.configuration.groups import Group
 from pipeline.configuration.origins import DEFAULT, Origin, Origins
-from pipeline.errors import ContradictionError, InputError, dashed, nearest
+from pipeline.errors import ContradictionError, InputError, dashed, nearest, raise_lines
 
 Facts = TypeVar("Facts")
 
@@ -76,8 +76,7 @@ def validated(config_class: type[Group], values: Mapping[str, Any], origins: Ori
         kind = InputError if any(flag_of(problem, table) for problem in error.errors()) else ContradictionError
         lines = [describe(problem, table, origins) for problem in error.errors()]
         raise kind("\n".join(lines)) from None
-    if lines := list(unread_flags(config, origins)):
-        raise ContradictionError("\n".join(lines))
+    raise_lines(unread_flags(config, origins), ContradictionError)
     return config
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModel
 
 from pipeline import dist
 from pipeline.engine.private_names import check_private_names
-from pipeline.errors import InputError
+from pipeline.errors import InputError, raise_lines
 from pipeline.models.source import ModelSource, check_whole_experts
 
 
@@ -88,13 +88,12 @@ def check_swap_buffers(config: dict[str, Any], source: ModelSource) -> None:
         "buffer_count": min(layers_held * count, matrices(model) + 1),  # and the head
     }
     advice = {"buffer_count": "; zero_optimization.stage3_max_reuse_distance 0 needs fewer"}
-    if errors := [
+    raise_lines(
         f"zero_optimization.offload_param.{key}: got {given}, {source.path} needs {number} or more"
         + advice.get(key, "")
         for key, number in needed.items()
         if (given := getattr(zero.offload_param, key)) < number
-    ]:
-        raise InputError("\n".join(errors))
+    )
 
 
 def matrices(module: nn.Module) -> int:

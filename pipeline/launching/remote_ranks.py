@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from pipeline.errors import EXIT_FAULT, EnvironmentFault, StoppedRun, counted, show
+from pipeline.errors import EXIT_FAULT, EnvironmentFault, StoppedRun, counted, raise_lines, show
 from pipeline.heartbeat import replace_text
 from pipeline.launching.host_agent import write_end
 from pipeline.launching.hosts import address_of, starts_by_host
@@ -98,8 +98,7 @@ class RemoteRanks:
                     waiting.remove(host)
         if self._signals.first is None:
             problems += [f"{host.name}: no answer for {START_S:.0f} s; is the host up?" for host in waiting]
-            if problems := problems or differences(self.hosts):
-                raise EnvironmentFault("\n".join(problems))
+            raise_lines(problems or differences(self.hosts), EnvironmentFault)
 
     def start(self, module: str = "") -> None:
         """Start the ranks of every host: of the job's module, or of another `module` without flags."""

@@ -13,7 +13,7 @@ from pipeline.configuration.rank_rules import MICRO, STEPS, with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
-from pipeline.errors import EnvironmentFault, InputError, show
+from pipeline.errors import EnvironmentFault, InputError, raise_lines, show
 from pipeline.launching.target import parse_target
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.preparation.preflight import NO_OUTPUTS, look_before_start
@@ -83,8 +83,7 @@ def look_and_plan(
         raise InputError("\n".join([*faults, str(error)])) from None
     except EnvironmentFault as fault:
         faults.append(str(fault))
-    if faults:
-        raise EnvironmentFault("\n".join(faults))
+    raise_lines(faults, EnvironmentFault)
 
 
 def shows_data(settings: Iterable[Resolved]) -> bool:

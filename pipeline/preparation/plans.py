@@ -18,7 +18,7 @@ from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
-from pipeline.errors import EnvironmentFault, InputError, RunError, show
+from pipeline.errors import EnvironmentFault, InputError, RunError, raise_lines, show
 from pipeline.files import GIB, read_object
 from pipeline.launching.target import Target, is_model, parse_target, this_machine, with_constants, with_limit
 from pipeline.planning.fastest import Candidate, choice_text, fastest
@@ -189,8 +189,7 @@ def plan_stages(
             last_run = measured_lines(of_section[section], plan)
             show(*map(wrapped, [f"parts of the plan of {section}", *stage_page(plan), *last_run]))
     errors += [f"{', '.join(sections)}: not planned: {reason}" for reason, sections in unplanned.items()]
-    if errors:
-        raise error_class("\n".join(errors))
+    raise_lines(errors, error_class)
 
 
 def print_proposals(section: str, plan: StagePlan) -> list[str]:

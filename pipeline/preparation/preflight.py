@@ -23,7 +23,7 @@ from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
 from pipeline.data.selection import DataOptions, check_held_out, parse_shares
 from pipeline.data.sources import is_cached, is_local, parse_path, read_rows
-from pipeline.errors import EnvironmentFault, InputError, RunError, dashed
+from pipeline.errors import EnvironmentFault, InputError, RunError, dashed, raise_lines
 from pipeline.files import GIB, existing, free_bytes
 from pipeline.hub import check_push, is_reachable, offline
 from pipeline.launching.target import this_machine, with_constants, with_limit
@@ -144,8 +144,7 @@ def look_before_start(
             )
     if findings.errors:
         raise InputError("\n".join(dict.fromkeys(findings.errors + findings.faults)))
-    if findings.faults:
-        raise EnvironmentFault("\n".join(dict.fromkeys(findings.faults)))
+    raise_lines(dict.fromkeys(findings.faults), EnvironmentFault)
     return findings.notes()
 
 

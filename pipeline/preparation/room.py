@@ -5,7 +5,7 @@ import socket
 from pipeline import dist
 from pipeline.configuration.ds_config import is_on_nvme
 from pipeline.engine.build import compute_dtype, engine_jsons
-from pipeline.errors import EnvironmentFault
+from pipeline.errors import EnvironmentFault, raise_lines
 from pipeline.files import refused_by_disk
 from pipeline.planning.disk import earlier_files, nvme_files, without_room
 from pipeline.planning.measurement import model_size
@@ -33,7 +33,6 @@ def make_room(run: Run) -> None:
                 for file in earlier_files(folder):
                     file.unlink(missing_ok=True)
         host = f"{socket.gethostname()}: " if here < size else ""
-        if faults := [f"{host}{fault}" for fault in without_room(files)]:
-            raise EnvironmentFault("\n".join(faults))
+        raise_lines((f"{host}{fault}" for fault in without_room(files)), EnvironmentFault)
 
     dist.on_each_machine(look)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 from pipeline.data.turns import Message, split_tools
-from pipeline.errors import InputError
+from pipeline.errors import InputError, raise_lines
 from pipeline.heartbeat import result_of
 from pipeline.redact import redacted
 from pipeline.rewards.calls import (
@@ -173,8 +173,7 @@ class RewardPool:
             answer = result_of(self._loop.run(self._ask(function)))
             if reason := self._reason_against(function, answer):
                 errors.append(f"{FLAG} {function.target}: {reason}")
-        if errors:
-            raise InputError("\n".join(errors))
+        raise_lines(errors)
 
     def submit(self, responses: Responses) -> "Future[dict[str, list[Value]]]":
         """Start to score the responses of a prompt, and return at once; see `gather`."""

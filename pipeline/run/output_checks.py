@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import parse_path
-from pipeline.errors import InputError, dashed
+from pipeline.errors import InputError, dashed, raise_lines
 from pipeline.files import OURS, PROJECT, RUN_LOCK, check_replaceable, has_config, read_object
 from pipeline.run.earlier_runs import RUN_FILES
 from pipeline.run.layout import START_NAMES, environment_file
@@ -43,8 +43,7 @@ def check_outputs(stages: Mapping[Stage, Any], *, named_by_section: bool = False
         lines += foreign(config, stage, dashes)
         taken += [*models, run_dir]
         replaced += models
-    if lines:
-        raise InputError("\n".join(dict.fromkeys(lines)))
+    raise_lines(dict.fromkeys(lines))
 
 
 def inputs(config: StageConfig, dashes: str) -> Iterator[Named]:

@@ -3,7 +3,7 @@
 from math import gcd
 
 from pipeline.configuration.groups import ModelConfig
-from pipeline.errors import InputError, counted
+from pipeline.errors import counted, raise_lines
 from pipeline.generation.options import why_not_streamed
 from step3_ppo.flags.groups import SamplingConfig
 
@@ -26,5 +26,4 @@ def check_generation(sampling: SamplingConfig, actor: ModelConfig, ranks: int | 
         )
     if backend == "fused" and actor.quantization == "nf4":
         errors.append("--generation-engine fused: it reads no 4-bit weights (--actor-quantization nf4); use auto")
-    if errors:
-        raise InputError("\n".join(errors))
+    raise_lines(errors)
