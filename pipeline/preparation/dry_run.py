@@ -66,8 +66,8 @@ def look_and_plan(
         bases = dict(base_of_output)
         for stage, resolved in stages.items():
             show_data(stage, resolved.config, bases)
-            start = stage.start_models(resolved.config, bases)[0].path
-            bases |= {str(folder): bases.get(start, start) for folder in resolved.config.outputs[:1]}
+            start = stage.start_models(resolved.config, bases)[0].source.path
+            bases |= {str(folder): start for folder in resolved.config.outputs[:1]}
         return
     configs, faults = {stage: resolved.config for stage, resolved in stages.items()}, list[str]()
     try:

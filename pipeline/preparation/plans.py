@@ -164,8 +164,7 @@ def plan_stages(
             show(wrapped(f"{stage.section}: not planned: {reason}"))
             continue
         planner, resolved = stage_planner(stage, given, target, bases)
-        start = stage.start_models(resolved.config, bases)[0].path
-        start = bases.get(start, start)
+        start = stage.start_models(resolved.config, bases)[0].source.path
         bases |= {str(folder): start for folder in resolved.config.outputs[:1]}
         try:
             samples = list(sample_sources(stage, resolved.config, start))
