@@ -198,11 +198,15 @@ def make_trained(run: Run, config: PPOConfig, role: Role, source: ModelSource) -
     """
     flags = config.flags_of(role)
     if role.has_values:
-        new_head = config.may_begin_head(role) and not has_score_head(source)
-        normalised = config.ppo.normalise_scores and config.has_reward_model
-        start = {"new_head": new_head, "normalised": normalised}
-        return value_model_engine(run, source, flags, name=role.title, head_std=0.0, **start)
+        head = head_settings(config, role, source)
+        return value_model_engine(run, source, flags, name=role.title, head_std=0.0, **head)
     return language_model_engine(run, source, flags, name=role.title)
+
+
+def head_settings(config: PPOConfig, role: Role, source: ModelSource) -> dict[str, bool]:
+    """Return how a trained model's scalar head begins: anew, and on the scale of the normalised reward."""
+    new_head = config.may_begin_head(role) and not has_score_head(source)
+    return {"new_head": new_head, "normalised": config.ppo.normalise_scores and config.has_reward_model}
 
 
 def make_frozen(run: Run, config: PPOConfig, role: Role, source: ModelSource) -> FrozenEngine:

@@ -8,11 +8,11 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.checkpoints.model_folder import save_trained
 from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.engine.moving_average import MovingAverage
-from pipeline.models.reward_model import has_score_head, score_head_fields
+from pipeline.models.reward_model import score_head_fields
 from pipeline.models.source import ModelSource
 from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
-from step3_ppo.models.engines import Models
+from step3_ppo.models.engines import Models, head_settings
 from step3_ppo.models.roles import Role
 
 
@@ -49,9 +49,8 @@ def export(checkpoint: OfflineCheckpoint) -> None:
     for role in config.trained_roles:
         flags = config.flags_of(role)
         if role.has_values:
-            new_head = config.may_begin_head(role) and not has_score_head(ModelSource(flags.model_name_or_path))
-            normalised = config.ppo.normalise_scores and config.has_reward_model
-            module = checkpoint.value_model(role.name, flags, new_head=new_head, normalised=normalised)
+            head = head_settings(config, role, ModelSource(flags.model_name_or_path))
+            module = checkpoint.value_model(role.name, flags, **head)
             if (module.score_mean, module.score_std) == (0.0, 1.0):
                 module.score_mean, module.score_std = checkpoint.state["ppo"].get("score_constants") or (0.0, 1.0)
         else:
