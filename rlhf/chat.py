@@ -1,8 +1,10 @@
 """Chat with a model: `rlhf chat output/actor`. For one question from a pipe, stdout has only the reply."""
 
 import contextlib
+import json
 import secrets
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -11,12 +13,14 @@ from rich.text import Text
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Dtype, Group
-from pipeline.errors import InputError, nearest, printable
+from pipeline.errors import InputError, RunError, counted, nearest, printable, say
+from pipeline.files import refused_by_disk
 from pipeline.inference.answer_settings import ReplySettings
-from pipeline.models.paths import check_language_model
+from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.run.entry import command, command_flags
 
 if TYPE_CHECKING:
+    from pipeline.inference.answer_scores import AnswerScorer
     from pipeline.inference.chat_session import Conversation, Reply
 
 MAX_SEED = 2**31
@@ -24,6 +28,8 @@ COMMANDS = {
     "/help": "this list",
     "/clear": "start a new conversation",
     "/retry": "another reply to the last question",
+    "/score": "score of the last reply, by the model of --reward-model",
+    "/save": "FILE.jsonl: append the conversation as a row, which step 1 can train on",
     "/system": "TEXT: start a new conversation with this system prompt; without TEXT: with none",
     "/set": f"NAME VALUE: change {', '.join(ReplySettings.model_fields)}",
     "/exit": "leave, like Ctrl-D, exit and quit",
@@ -43,6 +49,12 @@ class ChatConfig(Group):
     )
     system: str = flag("", "System prompt; if not given: the template's own, if it has one", kind="text")
     prompt: str = flag("", "Answer this one question and exit, as for a question from a pipe", kind="text")
+    reward_model: str = flag(
+        "",
+        "Folder of a reward model that scores each reply; none: no scores",
+        kind="path",
+        aliases=("reward_model_name_or_path",),
+    )
     seed: int = flag(-1, "Seed of sampled replies; -1: a random one", ge=-1, lt=MAX_SEED)
     dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 if the device supports it, else fp32")
     sampling: ReplySettings = ReplySettings(temperature=0.7, top_p=0.95, max_new_tokens=512)
@@ -54,20 +66,27 @@ def run(argv: list[str], prog: str) -> None:
     if not config.model:
         raise InputError(f"--model: missing; name a model's folder, for example: {prog} output/actor")
     check_language_model(config.model, "--model")
+    if config.reward_model:
+        check_reward_model(config.reward_model, "--reward-model")
     question = single_question(config)
+    from pipeline.inference.answer_scores import load_scorer
     from pipeline.inference.answers import load_chat_model, resolve_dtype
     from pipeline.inference.chat_session import Conversation
 
     seed = secrets.randbelow(MAX_SEED) if config.seed < 0 else config.seed
-    chat_model = load_chat_model(config.model, dtype=resolve_dtype(config.dtype))
+    dtype = resolve_dtype(config.dtype)
+    chat_model = load_chat_model(config.model, dtype=dtype)
+    scorer = load_scorer(config.reward_model, dtype=dtype) if config.reward_model else None
     conversation = Conversation(chat_model, config.sampling, system=config.system, seed=seed)
     if question is None:
-        Shell(conversation).run()
+        Shell(conversation, scorer).run()
         return
     reply = conversation.say(question, show)
     print()
     if reply.ending == "stopped":
         raise KeyboardInterrupt
+    if scorer and reply.text:
+        say(f"score {conversation.score(scorer):.4g}")
 
 
 def single_question(config: ChatConfig) -> str | None:
@@ -91,8 +110,9 @@ def show(piece: str) -> None:
 class Shell:
     """A terminal session of questions and /commands. Replies go to stdout, notes to stderr."""
 
-    def __init__(self, conversation: "Conversation") -> None:
+    def __init__(self, conversation: "Conversation", scorer: "AnswerScorer | None" = None) -> None:
         self.conversation = conversation
+        self.scorer = scorer
         self.console = Console(stderr=True, highlight=False)
 
     def run(self) -> None:
@@ -109,7 +129,7 @@ class Shell:
                 return
             except KeyboardInterrupt:
                 self.note("\nCtrl-D or /exit leaves")
-            except InputError as error:
+            except RunError as error:
                 self.note(f"error: {error}", style="red")
 
     def note(self, text: str, *, style: str = "dim") -> None:
@@ -132,10 +152,18 @@ class Shell:
             case "/clear":
                 self.conversation.start_afresh()
                 self.note("a new conversation")
+            case "/score" if not self.scorer:
+                raise InputError("/score: no reward model is loaded; start again with --reward-model FOLDER")
+            case "/retry" | "/score" | "/save" if not self.conversation.turns:
+                raise InputError(f"{word}: there is no reply yet")
             case "/retry":
-                if not (question := self.conversation.take_back()):
-                    raise InputError("/retry: there is no reply yet")
-                self.reply_to(question)
+                self.reply_to(self.conversation.take_back())
+            case "/score" if self.scorer:
+                deviation = self.scorer.deviation
+                scale = f"; stage 2 measured a standard deviation of {deviation:.3g}" if deviation else ""
+                self.note(f"score {self.conversation.score(self.scorer):.4g} by {self.scorer.path}{scale}")
+            case "/save":
+                self.save(rest)
             case "/system":
                 self.conversation.start_afresh(rest)
                 self.note(f"a new conversation{' with this system prompt' if rest else ', no system prompt'}")
@@ -150,7 +178,20 @@ class Shell:
     def reply_to(self, question: str) -> None:
         reply = self.conversation.say(question, show)
         print()
-        self.note(summary(reply, self.conversation.chat_model.num_positions))
+        score = self.conversation.score(self.scorer) if self.scorer and reply.text else None
+        self.note(summary(reply, self.conversation.chat_model.num_positions, score))
+
+    def save(self, name: str) -> None:
+        """Append the conversation to a .jsonl file, as a row of messages."""
+        path = Path(name).expanduser()
+        if path.suffix != ".jsonl" or (path.exists() and not path.is_file()):
+            raise InputError(f"/save: got {name!r}, expected a file that ends in .jsonl, new or with rows to append to")
+        row = json.dumps({"messages": self.conversation.messages}, ensure_ascii=False)
+        with refused_by_disk(path), path.open("a+b") as file:
+            file.seek(max(file.tell() - 1, 0))
+            break_before = "" if file.read() in (b"", b"\n") else "\n"
+            file.write(f"{break_before}{row}\n".encode())
+        self.note(f"{counted(len(self.conversation.messages), 'message')} appended to {path} as one row")
 
     def set(self, assignment: str) -> None:
         """Change a setting of later replies: `/set NAME VALUE`."""
@@ -194,9 +235,11 @@ def banner(conversation: "Conversation") -> str:
     )
 
 
-def summary(reply: "Reply", num_positions: int | None) -> str:
-    """Return a line about a reply: tokens, seconds, and why it ended early, if it did."""
+def summary(reply: "Reply", num_positions: int | None, score: float | None) -> str:
+    """Return a line about a reply: tokens, seconds, score, and why it ended early, if it did."""
     parts = [f"{reply.num_tokens} tokens, {reply.time_s:.1f} s"]
+    if score is not None:
+        parts.append(f"score {score:.4g}")
     if not reply.text:
         parts.append("an empty reply; the question is dropped")
     elif reply.ending == "stopped":

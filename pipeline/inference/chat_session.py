@@ -8,13 +8,14 @@ tokenizers may split the text differently. The terminal is in `rlhf/chat.py`.
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from pipeline.console import valid_unicode
 from pipeline.data.templates import RefusedTurnsError, encode_prompt
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
+from pipeline.inference.answer_scores import AnswerScorer, score_answers
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.answers import AnswerStreamer, ChatModel, decode, generate_answers
 
@@ -48,6 +49,7 @@ class Conversation:
         self.settings = settings
         self.seed = seed
         self.turns: list[Message] = []
+        self._ended: list[bool] = []  # of each reply in `turns`: whether the model ended it
         self._system: list[Message] = []
         self._num_replies = 0
         self._positions = chat_model.num_positions or sys.maxsize
@@ -60,12 +62,23 @@ class Conversation:
             new = [Message("system", text)] if text else []
             encode_prompt(self.chat_model.tokenizer, [*new, Message("user", "a")])
             self._system = new
-        self.turns = []
+        self.turns, self._ended = [], []
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The system prompt and all turns, as a row of data."""
+        return [asdict(turn) for turn in (*self._system, *self.turns)]
+
+    def score(self, scorer: AnswerScorer) -> float:
+        """Return a reward model's raw score of the last reply, of which there is one, given all turns before it."""
+        *prompt, reply = *self._system, *self.turns
+        [score] = score_answers(scorer, [(tuple(prompt), reply.content, self._ended[-1])], batch_size=1)
+        return score
 
     def take_back(self) -> str:
         """Remove the last question and its reply; return the question, or '' without one."""
         question = self.turns[-2].content if self.turns else ""
-        self.turns = self.turns[:-2]
+        self.turns, self._ended = self.turns[:-2], self._ended[:-1]
         return question
 
     def say(self, text: str, emit: Emit) -> Reply:
@@ -91,7 +104,8 @@ class Conversation:
         time_s = time.perf_counter() - start
         answer = decode(self.chat_model.tokenizer, streamer.ids).strip()
         all_turns = [*turns, Message("assistant", answer)] if answer else self.turns
-        self.turns = all_turns[num_forgotten:]
+        all_ended = [*self._ended, ending == "end"] if answer else self._ended
+        self.turns, self._ended = all_turns[num_forgotten:], all_ended[num_forgotten // 2 :]
         return Reply(answer, len(streamer.ids), ending, num_forgotten, time_s)
 
     def _fitting_prompt(self, turns: Sequence[Message]) -> tuple[list[int], int]:

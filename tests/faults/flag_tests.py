@@ -189,6 +189,7 @@ FLAG_TESTS: dict[str, FlagTest] = {
     "chat.model": FlagTest("@base", "answer", both={"model": "@other"}),
     "chat.system": FlagTest("Be brief.", "answer"),
     "chat.prompt": FlagTest("Who are you?", "answer", both={"prompt": "Hello."}),
+    "chat.reward_model": FlagTest("@judge", "printed"),
     "chat.dtype": FlagTest("bf16", "calls", spy=FORWARD),
     "chat.max_new_tokens": FlagTest(2, "answer"),
     "chat.temperature": FlagTest(2.0, "answer", both={"seed": 1}),

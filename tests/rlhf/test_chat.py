@@ -279,7 +279,9 @@ def test_an_adapter_folder_answers_like_the_merged_model(rambling, tmp_path, mon
         ("/set temprature 1", "did you mean temperature"),
         ("/set temperature hot", "got 'hot'"),
         ("/set top_p 2", "or equal to 1"),
-        ("/retry", "no reply yet"),
+        ("/retry", "/retry ... no reply yet"),
+        ("/save a.jsonl", "/save ... no reply yet"),
+        ("/score", "/score ... start again with --reward-model"),
     ],
 )
 def test_wrong_commands_say_what_would_be_right(speaking, line, message):
