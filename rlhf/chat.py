@@ -1,9 +1,9 @@
 """Chat with a model: `rlhf chat output/actor`. For one question from a pipe, stdout has only the reply."""
 
-import contextlib
 import json
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Dtype, Group
-from pipeline.errors import InputError, RunError, counted, nearest, printable, say
+from pipeline.errors import InputError, RunError, counted, nearest, printable, say, takes_escapes
 from pipeline.files import refused_by_disk
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.models.paths import check_language_model, check_reward_model
@@ -34,6 +34,7 @@ COMMANDS = {
     "/set": f"NAME VALUE: change {', '.join(ReplySettings.model_fields)}",
     "/exit": "leave, like Ctrl-D, exit and quit",
 }
+KEYS = "Alt-Enter, or a \\ at the end of a line, starts a new line. Tab completes commands, Up recalls messages."
 
 
 class ChatConfig(Group):
@@ -117,9 +118,7 @@ class Shell:
 
     def run(self) -> None:
         """Reply until the user leaves."""
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - gives input() line editing and a history
-
+        read_message = terminal_reader()
         self.note(banner(self.conversation))
         while True:
             try:
@@ -148,7 +147,7 @@ class Shell:
         match word:
             case "/help":
                 lines = [f"{name:8} {text}" for name, text in COMMANDS.items()]
-                self.note("\n".join([*lines, "A \\ at the end of a line continues the message on the next one."]))
+                self.note("\n".join([*lines, KEYS]))
             case "/clear":
                 self.conversation.start_afresh()
                 self.note("a new conversation")
@@ -209,8 +208,17 @@ class Shell:
         self.note(settings_line(self.conversation.settings))
 
 
-def read_message() -> str:
-    """Read a message from the terminal; a line that ends in a backslash continues."""
+def terminal_reader() -> Callable[[], str]:
+    """Return a function that reads a message, with editing and a history if the terminal takes escape sequences."""
+    if not takes_escapes(sys.stdout):
+        return read_plainly
+    from pipeline.inference.message_prompt import message_reader
+
+    return message_reader([*COMMANDS, *(f"/set {name} " for name in ReplySettings.model_fields)])
+
+
+def read_plainly() -> str:
+    """Read a message from a terminal without escape sequences; a line that ends in a backslash continues."""
     line = input("> ")
     while line.endswith("\\"):
         line = line[:-1] + "\n" + input(". ")

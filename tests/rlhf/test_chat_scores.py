@@ -1,6 +1,8 @@
 """`/score` and `--reward-model` of `rlhf chat`, and the rows that `/save` writes."""
 
+import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,3 +158,13 @@ def test_another_model_than_one_of_rewards_is_refused_before_the_chat_model_is_l
     monkeypatch.setattr("pipeline.inference.answers.load_chat_model", None)
     assert chat.main(["--path", speaking, "--prompt", "hi", "--reward-model", speaking]) == 2
     assert capsys.readouterr().err == naming(f"error: --reward-model: {speaking} has no reward head")
+
+
+# ---- prompt_toolkit ----
+
+
+def test_a_pipe_needs_no_prompt_toolkit(speaking, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "prompt_toolkit", None)  # its import fails
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    assert chat.main([speaking, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == SHOWN + "\n"
