@@ -1,20 +1,26 @@
-"""A server of tiny models, started by its command line."""
+"""A server of tiny models, started by its command line; and its page in Chromium, which shows canned answers."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 import torch
+from support.canned_server import TOKEN, Canned, running
+from support.canned_server import served as canned
 from support.scripted_model import TEXT, random_model, save, scripted_model, tiny_config
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[2]
+EXPECTED_ERRORS = ("401 (Unauthorized)", "429 (Too Many Requests)", "500 (Internal Server Error)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +105,40 @@ def started_server() -> Iterator[Callable[[list[str], Path], Served]]:
     for server in servers:
         server.process.kill()
         server.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    library = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no chromium: apt-get install --no-install-recommends chromium")
+    with library.sync_playwright() as started:
+        program_run = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield program_run
+        program_run.close()
+
+
+@pytest.fixture
+def state() -> Canned:
+    return canned("sft", "actor")
+
+
+@pytest.fixture
+def opened(browser: Any, state: Canned) -> Iterator[Any]:
+    """Open the page with its token; at the end no script has failed and nothing was blocked."""
+    faults: list[str] = []
+    with running(state) as address, browser.new_context(viewport={"width": 1300, "height": 850}) as context:
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None)
+        page.goto(f"{address}#token={TOKEN}")
+        page.wait_for_selector("#chat:visible")
+        yield SimpleNamespace(page=page, address=address)
+    assert [fault for fault in faults if not fault.endswith(tuple(f"status of {one}" for one in EXPECTED_ERRORS))] == []
+
+
+@pytest.fixture
+def page(opened: Any) -> Any:
+    return opened.page
