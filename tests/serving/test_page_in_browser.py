@@ -132,6 +132,13 @@ def test_endings_of_an_answer_are_named(page: Any, word: str, expected: str):
 
 
 def test_markup_in_texts_stays_text(page: Any):
+    """Nor does an element appear for a moment, while the answer streams."""
+    page.evaluate(
+        """new MutationObserver((records) => {
+            const added = records.flatMap((record) => [...record.addedNodes]);
+            if (added.some((node) => ["IMG", "SCRIPT"].includes(node.nodeName))) window.isBroken = 2;
+        }).observe(document.body, { subtree: true, childList: true })"""
+    )
     say(page, f"{MARKUP} markup")
     assert text_of(page) == MARKUP and text_of(page, ".question .text") == f"{MARKUP} markup"
     ask_both(page, f"{MARKUP} markup")

@@ -88,7 +88,12 @@ async def events(state: Canned, body: dict[str, Any]) -> AsyncIterator[str]:
     place = [row["id"] for row in state.models].index(body["model"]) + 1
     text = ANSWERS.get(word, f"Answer number {place} to: {body['messages'][-1]['content']}")
     text = text * place if word == "long" else text
-    parts = re.findall(r".{1,12}", text, re.DOTALL) if word != "slow" else [f"word{number} " for number in range(2000)]
+    size = len(text) or 1 if word == "markup" else 12  # markup in one part is an element if it is read as such
+    parts = (
+        re.findall(rf".{{1,{size}}}", text, re.DOTALL)
+        if word != "slow"
+        else [f"word{number} " for number in range(2000)]
+    )
 
     def line(value: dict[str, Any]) -> str:
         return f"data: {json.dumps(value)}\n\n"
