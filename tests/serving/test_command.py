@@ -30,7 +30,7 @@ def refused(*words: str, cwd: Path) -> str:
     [
         ([], "error: --model: missing ... python chat.py --serve output/actor"),
         (["speaking", "speaking"], "error: --model: speaking is named twice"),
-        (["./speakin"], "error: --model: ./speakin did you mean ... speaking?"),
+        (["./speakin"], "error: --model: ./speakin: no such folder; did you mean speaking?"),
         (["speaking", "--max-length", "513", "--port", "0"], "error: --max-length: got 513 ... 512 positions"),
         (["speaking", "--port", "0", "--votes", "speaking/config.json"], "error: --votes: ... is no vote"),
     ],

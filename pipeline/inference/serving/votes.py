@@ -35,10 +35,9 @@ class Votes:
     def add(self, prompt: Turns, answers: Sequence[Candidate], choice: int | None, *, blind: bool) -> None:
         """Write a vote to its file. Raises ApiError."""
         names, texts = tuple(one.model for one in answers), [one.text.strip() for one in answers]
-        if not all(texts):
-            raise ApiError(400, "answers: one is empty; such a pair trains nothing")
-        if choice is not None and texts[0] == texts[1]:
-            raise ApiError(400, "answers: both are equal; vote for neither")
+        if choice is not None and (not all(texts) or texts[0] == texts[1]):
+            what = "both are equal" if texts[0] == texts[1] else "one is empty"
+            raise ApiError(400, f"answers: {what}; such a pair trains nothing, vote for neither")
         row: dict[str, Any] = {"prompt": [{"role": turn.role, "content": turn.content} for turn in prompt]}
         if choice is None:
             row |= {"answers": texts, "models": names}
