@@ -13,8 +13,9 @@ from pipeline.configuration.flag_table import flag, flat_items
 from pipeline.configuration.groups import TOKEN_FLAGS, Dtype, Group
 from pipeline.console import code_span
 from pipeline.data.turns import Turns
-from pipeline.errors import InputError, printable, say
+from pipeline.errors import InputError, counted, printable, say
 from pipeline.files import refused_by_disk, write_text
+from pipeline.inference.answer_rows import Answer
 from pipeline.inference.answer_settings import AnswerSettings
 from pipeline.inference.comparison import Contestant, markdown, print_comparison, to_json
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
@@ -22,6 +23,7 @@ from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.run.entry import command, command_flags
 
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+MIN_ESTIMATE_S = 20.0  # remaining seconds above which the command prints how long it will take; chosen by hand
 
 
 class CompareConfig(Group):
@@ -48,7 +50,7 @@ class CompareConfig(Group):
     prompts: str = flag(
         "", "File of prompts: .txt, one per line; .json or .jsonl with `prompt`; none: bundled", kind="path"
     )
-    language: Literal["English", "Chinese", "Japanese"] = flag("English", "Which bundled prompts to use")
+    language: Literal["English", "Chinese", "Japanese"] = flag("English", "Which bundled prompts to use: 108 English, 32 Chinese or 32 Japanese ones")
     output: str = flag(
         "", "Write <output>.json and <output>.md (in a folder prompt_eval.*); none: print only", kind="path"
     )
@@ -83,7 +85,10 @@ def run(argv: list[str], prog: str) -> None:
     if config.reward_model:
         ModelSource(config.reward_model).check("--reward-model")
 
-    contestants = [answered(config, label, path, prompts) for label, path in zip(LABELS, paths, strict=False)]
+    contestants = [
+        answered(config, label, path, prompts, num_models=0 if index else len(paths))
+        for index, (label, path) in enumerate(zip(LABELS, paths, strict=False))
+    ]
     if config.reward_model:
         contestants = scored(config, contestants, prompts)
 
@@ -117,20 +122,42 @@ def output_prefix(output: str) -> Path | None:
     return prefix
 
 
-def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns]) -> Contestant:
-    """Load a model, answer all prompts with it in order, and free it."""
+def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns], *, num_models: int = 0) -> Contestant:
+    """Load a model, answer all prompts with it in order, and free it.
+
+    Args:
+        num_models: models that the estimate after the first batch counts; 0: print no estimate.
+    """
     from pipeline.data.templates import encode_prompt
     from pipeline.inference.answers import generate_answers, load_chat_model, resolve_dtype
 
     began = time.perf_counter()
     chat_model = load_chat_model(path, dtype=resolve_dtype(config.dtype))
     encoded = [encode_prompt(chat_model.tokenizer, turns) for turns in prompts]
-    batches = (encoded[start : start + config.batch_size] for start in range(0, len(encoded), config.batch_size))
-    answers = (generate_answers(chat_model, batch, config.sampling, seed=config.seed) for batch in batches)
-    rows = tuple(tuple(answers_to_prompt) for each in answers for answers_to_prompt in each)
+    loaded, rows = time.perf_counter(), list[tuple[Answer, ...]]()
+    for start in range(0, len(encoded), config.batch_size):
+        batch = encoded[start : start + config.batch_size]
+        rows += map(tuple, generate_answers(chat_model, batch, config.sampling, seed=config.seed))
+        if start == 0 and num_models:
+            batch_s, share = time.perf_counter() - loaded, len(encoded) / len(batch)
+            say(*estimate(loaded - began, batch_s * share, num_models, done_s=batch_s))
     count = sum(map(len, rows))
     say(f"{label} = {path}: {count} answers in {time.perf_counter() - began:.1f} s")
-    return Contestant(label, path, rows)
+    return Contestant(label, path, tuple(rows))
+
+
+def estimate(load_s: float, answer_s: float, num_models: int, *, done_s: float) -> list[str]:
+    """Return the line that says how long all models take; none if less than MIN_ESTIMATE_S remain.
+
+    Args:
+        load_s: seconds that a model takes to load.
+        answer_s: seconds that a model takes to answer all prompts.
+        done_s: seconds of the first model's answers that have passed.
+    """
+    total_s = num_models * (load_s + answer_s)
+    if total_s - load_s - done_s <= MIN_ESTIMATE_S:
+        return []
+    return [f"note: about {counted(max(1, round(total_s / 60)), 'minute')} for {num_models} models"]
 
 
 def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[Turns]) -> list[Contestant]:

@@ -18,14 +18,34 @@ from pipeline.inference.comparison import (
     wilson,
 )
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
-from rlhf.compare import CompareConfig, write_files
+from rlhf.compare import CompareConfig, estimate, write_files
 
 # ---- prompts ----
 
 
-@pytest.mark.parametrize("language", ["English", "Chinese", "Japanese"])
-def test_bundled_prompts_are_eight_different_questions(language):
-    assert len({shown_prompt(turns) for turns in bundled_prompts(language)}) == 8
+FIRST_WORDS = {"English": "Explain to a ten-year-old why the sky", "Chinese": "请用小学生", "Japanese": "なぜ冬は"}
+
+
+@pytest.mark.parametrize(("language", "count"), [("English", 108), ("Chinese", 32), ("Japanese", 32)])
+def test_bundled_prompts_are_different_short_questions(language, count):
+    """Their lengths in UTF-8 are those that fit models of few positions, whose tokens may be bytes."""
+    texts = [shown_prompt(turns) for turns in bundled_prompts(language)]
+    assert len(texts) == len({"".join(filter(str.isalnum, text)).lower() for text in texts}) == count
+    assert texts[0].startswith(FIRST_WORDS[language])
+    assert all(len(text) > 5 and len(text.encode()) <= 102 and text == text.strip() for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "models", "lines"),
+    [
+        ((1.0, 5.0), 2, []),  # 12 s in all
+        ((1.0, 10.5), 2, []),  # 23 s in all, of which 3 have passed: 20 remain
+        ((1.0, 10.6), 2, ["note: about 1 minute for 2 models"]),
+        ((10.0, 140.0), 3, ["note: about 8 minutes for 3 models"]),  # 450 s
+    ],
+)
+def test_the_estimate_counts_loading_and_answers_of_all_models(seconds, models, lines):
+    assert estimate(*seconds, models, done_s=2.0) == lines
 
 
 def test_prompt_files(tmp_path):

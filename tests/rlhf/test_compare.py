@@ -85,10 +85,19 @@ def test_a_model_against_itself_ties_everywhere(plain, judge_path, capsys, tmp_p
     first, second = result["models"]
     assert first["against"] is None and first["mean_score"] == second["mean_score"]
     against = second["against"]
-    assert (against["wins"], against["ties"], against["losses"], against["num_prompts"]) == (0, 8, 0, 8)
+    assert (against["wins"], against["ties"], against["losses"], against["num_prompts"]) == (0, 108, 0, 108)
     assert against["win_rate"]["value"] == 0.5 and against["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
     shown = capsys.readouterr().out
-    assert "0.50 [0.22, 0.78]" in shown and "n = 8 prompts" in shown and "B 0/8/0" in shown
+    assert "0.50 [0.41, 0.59]" in shown and "n = 108 prompts" in shown and "B 0/108/0" in shown
+
+
+def test_the_first_model_prints_how_long_all_take(plain, questions, capsys, monkeypatch):
+    """A batch of one prompt takes what it takes; without the limit in seconds every comparison prints the line once."""
+    monkeypatch.setattr("rlhf.compare.MIN_ESTIMATE_S", 0.0)
+    argv = ["--models", plain, plain, "--prompts", questions, "--batch-size", "1", "--max-new-tokens", "2"]
+    assert main(argv) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("note: about 1 minute for 2 models") == 1 == lines.index("note: about 1 minute for 2 models") + 1
 
 
 def test_models_of_other_vocabularies_and_architectures(plain, padded, questions, capsys, tmp_path):
