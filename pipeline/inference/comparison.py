@@ -4,7 +4,6 @@ The first model is the baseline. Answers to one prompt depend on each other, so 
 every interval is the prompt. Texts of models and files are never interpreted as markup. The module imports no torch.
 """
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,8 +19,8 @@ from rich.text import Text
 from pipeline.console import code_span, fenced
 from pipeline.errors import printable
 from pipeline.inference.answer_rows import Answer
+from pipeline.inference.intervals import MIN_PROMPTS, Interval, mean_over_prompts, rate_over_prompts
 
-Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
 HEADINGS = ("", "tokens", "ended", "score", "win rate", "score difference")
 LOOKS: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False}  # style of every table
@@ -37,15 +36,6 @@ class Contestant:
     label: str
     path: str
     answers: tuple[tuple[Answer, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A value with its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +78,6 @@ class Summary:
     against: HeadToHead | None
 
 
-def wilson(rate: float, count: int, *, z: float = Z_95) -> Interval:
-    """Return Wilson's score interval (1927) of a rate over `count` trials; ties may count as half a success."""
-    if count < 1 or not 0 <= rate <= 1:
-        raise ValueError(f"a rate of {rate} over {count} trials")
-    scale = 1 + z * z / count
-    centre = (rate + z * z / (2 * count)) / scale
-    half = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count)) / scale
-    return Interval(rate, max(centre - half, 0.0), min(centre + half, 1.0))
-
-
-def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean and its normal interval, from the sample variance; None for fewer than two values."""
-    if len(values) < 2:
-        return None
-    mean = statistics.fmean(values)
-    half = Z_95 * statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(mean, mean - half, mean + half)
-
-
 def scores(contestant: Contestant) -> list[list[float]]:
     """Return a model's scores as [prompt][answer], empty if its answers have none."""
     rows = [[row.reward for row in answers if row.reward is not None] for answers in contestant.answers]
@@ -118,7 +89,7 @@ def compare(first: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) 
     meetings = [
         [(theirs > ours) - (theirs < ours) for ours, theirs in product(a, b)] for a, b in zip(first, other, strict=True)
     ]
-    rate = statistics.fmean(0.5 + 0.5 * statistics.fmean(results) for results in meetings)
+    shares = [0.5 + 0.5 * statistics.fmean(results) for results in meetings]
     every = [result for results in meetings for result in results]
     differences = [statistics.fmean(b) - statistics.fmean(a) for a, b in zip(first, other, strict=True)]
     return HeadToHead(
@@ -126,8 +97,8 @@ def compare(first: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) 
         wins=every.count(1),
         ties=every.count(0),
         losses=every.count(-1),
-        win_rate=wilson(rate, len(meetings)),
-        difference=mean_interval(differences),
+        win_rate=rate_over_prompts(shares),
+        difference=mean_over_prompts(differences),
     )
 
 
@@ -230,11 +201,13 @@ def legend(summaries: Sequence[Summary]) -> list[str]:
     first, pairs = summaries[0].label, [(one.label, one.against) for one in summaries if one.against]
     if not pairs:
         return lines
+    number = pairs[0][1].num_prompts
+    method = "a bootstrap over the prompts" if number >= MIN_PROMPTS else "Wilson's formula"
     counts = "; ".join(f"{label} {one.wins}/{one.ties}/{one.losses}" for label, one in pairs)
     return [
         *lines,
-        f"win rate: how often an answer is scored above {first}'s; a tie counts half; in brackets Wilson's 95 % "
-        f"interval, n = {pairs[0][1].num_prompts} prompts.",
+        f"win rate: how often an answer is scored above {first}'s; a tie counts half; in brackets its 95 % "
+        f"interval by {method}, n = {number} prompts.",
         f"score difference: mean score minus {first}'s, with its 95 % interval over the prompts.",
         f"wins/ties/losses against {first}: {counts}.",
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipeline.errors import counted
 from pipeline.inference.answer_rows import Answer
-from pipeline.inference.comparison import Interval, mean_interval, wilson
+from pipeline.inference.intervals import Interval, mean_interval, wilson
 
 # Bounds of the verdict; a figure is below or above one if its whole 95 % interval is. A group is the answers to one
 # prompt.

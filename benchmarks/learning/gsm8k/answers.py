@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.learning.quality import read_kept
 from benchmarks.learning.rows import read, read_lines, write
-from pipeline.inference.comparison import Interval, mean_interval
+from pipeline.inference.intervals import Interval, mean_interval
 from pipeline.inference.task_trial import share_by_prompt
 from pipeline.rewards.box.answers import final_number
 
