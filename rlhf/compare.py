@@ -50,7 +50,9 @@ class CompareConfig(Group):
     prompts: str = flag(
         "", "File of prompts: .txt, one per line; .json or .jsonl with `prompt`; none: bundled", kind="path"
     )
-    language: Literal["English", "Chinese", "Japanese"] = flag("English", "Which bundled prompts to use: 108 English, 32 Chinese or 32 Japanese ones")
+    language: Literal["English", "Chinese", "Japanese"] = flag(
+        "English", "Which bundled prompts to use: 108 English, 32 Chinese or 32 Japanese ones"
+    )
     output: str = flag(
         "", "Write <output>.json and <output>.md (in a folder prompt_eval.*); none: print only", kind="path"
     )

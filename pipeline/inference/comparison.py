@@ -19,10 +19,16 @@ from rich.text import Text
 from pipeline.console import code_span, fenced
 from pipeline.errors import printable
 from pipeline.inference.answer_rows import Answer
-from pipeline.inference.intervals import MIN_PROMPTS, Interval, mean_over_prompts, rate_over_prompts
+from pipeline.inference.intervals import (
+    MIN_PROMPTS,
+    Interval,
+    length_controlled,
+    mean_over_prompts,
+    rate_over_prompts,
+)
 
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
-HEADINGS = ("", "tokens", "ended", "score", "win rate", "score difference")
+HEADINGS = ("", "tokens", "ended", "score", "win rate", "LC win rate", "score difference")
 LOOKS: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False}  # style of every table
 
 
@@ -47,6 +53,7 @@ class HeadToHead:
     ties: pairs of answers with equal scores.
     losses: pairs of answers in which the baseline's has the higher score.
     win_rate: share of pairs won, a tie as half a win, averaged over prompts.
+    length_controlled: win rate at equal length; None where it cannot be estimated (`intervals.length_controlled`).
     difference: mean difference of the scores; None where there are too few prompts for an interval.
     """
 
@@ -55,6 +62,7 @@ class HeadToHead:
     ties: int
     losses: int
     win_rate: Interval
+    length_controlled: Interval | None
     difference: Interval | None
 
 
@@ -84,8 +92,14 @@ def scores(contestant: Contestant) -> list[list[float]]:
     return rows if all(rows) else []
 
 
-def compare(first: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> HeadToHead:
-    """Compare `other` with `first`, scores [prompt][answer]; within a prompt every answer meets every answer."""
+def compare(
+    first: Sequence[Sequence[float]], other: Sequence[Sequence[float]], longer: Sequence[float] = ()
+) -> HeadToHead:
+    """Compare `other` with `first`, scores [prompt][answer]; within a prompt every answer meets every answer.
+
+    Args:
+        longer: for each prompt, by how many tokens the answers of `other` are longer; none: no length-controlled rate.
+    """
     meetings = [
         [(theirs > ours) - (theirs < ours) for ours, theirs in product(a, b)] for a, b in zip(first, other, strict=True)
     ]
@@ -98,23 +112,30 @@ def compare(first: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) 
         ties=every.count(0),
         losses=every.count(-1),
         win_rate=rate_over_prompts(shares),
+        length_controlled=length_controlled(shares, longer) if longer else None,
         difference=mean_over_prompts(differences),
     )
 
 
+def mean_lengths(contestant: Contestant) -> list[float]:
+    """Return the mean length of a model's answers to each prompt in tokens."""
+    return [statistics.fmean(row.num_tokens for row in answers) for answers in contestant.answers]
+
+
 def summarise(contestants: Sequence[Contestant]) -> list[Summary]:
     """Return each model's averages and its wins against the first one, in order."""
-    first, summaries = scores(contestants[0]), []
+    first, lengths, summaries = scores(contestants[0]), mean_lengths(contestants[0]), []
     for index, contestant in enumerate(contestants):
         rows = [row for answers in contestant.answers for row in answers]
         own_scores = scores(contestant)
+        longer = [mine - theirs for theirs, mine in zip(lengths, mean_lengths(contestant), strict=True)]
         summary = Summary(
             contestant.label,
             contestant.path,
             mean_tokens=statistics.fmean(row.num_tokens for row in rows),
             finished_share=statistics.fmean(row.finished for row in rows),
             mean_score=statistics.fmean(map(statistics.fmean, own_scores)) if own_scores else None,
-            against=compare(first, own_scores) if own_scores and index > 0 else None,
+            against=compare(first, own_scores, longer) if own_scores and index > 0 else None,
         )
         summaries.append(summary)
     return summaries
@@ -143,7 +164,10 @@ def print_comparison(console: Console, prompts: Sequence[str], contestants: Sequ
     console.print()
     for contestant in contestants:
         console.print(Text(f"{contestant.label} = {printable(contestant.path)}"), soft_wrap=True)
-    headings, *rows = figure_rows(summaries := summarise(contestants))
+    rows = figure_rows(summaries := summarise(contestants))
+    if sum(max(map(len, cells)) + 2 for cells in zip(*rows, strict=True)) > console.width:
+        rows = [[cell.replace(" [", "\n[") for cell in row] for row in rows]
+    headings, *rows = rows
     table = Table(*(Column(name, justify="right" if name else "left") for name in headings), **LOOKS)
     for row in rows:
         table.add_row(*row)
@@ -185,9 +209,11 @@ def figure_rows(summaries: Sequence[Summary]) -> list[list[str]]:
     rows = [list(HEADINGS)]
     for one in summaries:
         score = "" if one.mean_score is None else f"{one.mean_score:.4g}"
-        rate, difference = (one.against.win_rate, one.against.difference) if one.against else (None, None)
-        row = [one.label, f"{one.mean_tokens:.1f}", f"{one.finished_share:.0%}", score]
-        rows.append([*row, shown(rate, ".2f"), shown(difference, "+.3g")])
+        row, against = [one.label, f"{one.mean_tokens:.1f}", f"{one.finished_share:.0%}", score], one.against
+        rate, equal_length, difference = (
+            (against.win_rate, against.length_controlled, against.difference) if against else (None, None, None)
+        )
+        rows.append([*row, shown(rate, ".2f"), shown(equal_length, ".2f"), shown(difference, "+.3g")])
     return rows if summaries[0].mean_score is not None else [row[:3] for row in rows]
 
 
@@ -208,6 +234,8 @@ def legend(summaries: Sequence[Summary]) -> list[str]:
         *lines,
         f"win rate: how often an answer is scored above {first}'s; a tie counts half; in brackets its 95 % "
         f"interval by {method}, n = {number} prompts.",
+        "LC win rate: length-controlled, what a logistic model of the wins predicts for answers of equal length; - "
+        f"with fewer than {MIN_PROMPTS} prompts, or if every answer of one model is longer.",
         f"score difference: mean score minus {first}'s, with its 95 % interval over the prompts.",
         f"wins/ties/losses against {first}: {counts}.",
     ]

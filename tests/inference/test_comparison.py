@@ -2,15 +2,17 @@
 
 import json
 import math
+import re
 
 import pytest
 from markdown_it import MarkdownIt
+from rich.console import Console
 from support.messages import naming
 
 from pipeline.errors import InputError
 from pipeline.inference.answer_rows import Answer
-from pipeline.inference.comparison import Contestant, compare, markdown, summarise
-from pipeline.inference.intervals import mean_interval, wilson
+from pipeline.inference.comparison import Contestant, compare, markdown, print_comparison, summarise
+from pipeline.inference.intervals import length_controlled, mean_interval, wilson
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 from rlhf.compare import CompareConfig, estimate, write_files
 
@@ -115,6 +117,38 @@ def test_summaries():
     assert first.against is None and second.against is not None
     assert (second.against.wins, second.against.win_rate.value, second.mean_score) == (2, 1.0, 3.0)
     assert math.isclose(second.against.win_rate.low, 2 / (2 + 1.959963984540054**2))
+
+
+def length_decides() -> list[Contestant]:
+    """B's answers are scored by their length alone: 30 are longer than A's and win, 10 are shorter and lose."""
+    lengths = [*range(11, 41), *range(1, 11)]
+    baseline = tuple((answer("a", 10 if n > 10 else 11, reward=0.0),) for n in lengths)
+    other = tuple((answer("b", n, reward=1.0 if n > 10 else -1.0),) for n in lengths)
+    return [Contestant("A", "a", baseline), Contestant("B", "b", other)]
+
+
+def test_the_win_rate_at_equal_length_is_beside_the_plain_one():
+    contestants = length_decides()
+    against = summarise(contestants)[1].against
+    wins = [1.0] * 30 + [0.0] * 10
+    longer = [*range(1, 31), *range(-10, 0)]  # B's tokens minus A's
+    assert against.win_rate.value == 0.75 and against.length_controlled == length_controlled(wins, longer)
+    content = markdown(["q"] * 40, contestants, "none")
+    equal_length = against.length_controlled
+    assert "| win rate | LC win rate | score difference |" in content
+    cell = f"{equal_length.value:.2f} [{equal_length.low:.2f}, {equal_length.high:.2f}]"
+    assert re.search(rf"\| B \|.*\| 0\.75 \[.*\] \| {re.escape(cell)} \|", content)
+
+
+@pytest.mark.parametrize("width", [120, 80])
+def test_intervals_are_below_their_values_where_the_table_is_wide(width, capsys):
+    contestants = length_decides()
+    print_comparison(Console(width=width, highlight=False), ["q"] * 40, contestants)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[lines.index("A = a") : -6])) <= width
+    row = next(number for number, line in enumerate(lines) if line.startswith(" B   "))
+    assert ("[" in lines[row]) is (width == 120)
+    assert lines[row + (width == 80)].count("[") == 3
 
 
 def test_a_fence_is_longer_than_the_backticks_in_the_text():

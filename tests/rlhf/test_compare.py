@@ -79,7 +79,8 @@ def texts(result: dict, label: str) -> list[str]:
 # ---- the command ----
 
 
-def test_a_model_against_itself_ties_everywhere(plain, judge_path, capsys, tmp_path):
+def test_a_model_against_itself_ties_everywhere(plain, judge_path, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "120")
     argv = ("--models", plain, plain, "--reward-model", judge_path, "--max-new-tokens", "8")
     result = compared(capsys, tmp_path, *argv)
     first, second = result["models"]
@@ -89,6 +90,7 @@ def test_a_model_against_itself_ties_everywhere(plain, judge_path, capsys, tmp_p
     assert against["win_rate"]["value"] == 0.5 and against["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
     shown = capsys.readouterr().out
     assert "0.50 [0.41, 0.59]" in shown and "n = 108 prompts" in shown and "B 0/108/0" in shown
+    assert against["length_controlled"] == against["win_rate"] and shown.count("0.50 [0.41, 0.59]") == 2
 
 
 def test_the_first_model_prints_how_long_all_take(plain, questions, capsys, monkeypatch):
