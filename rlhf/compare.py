@@ -1,32 +1,38 @@
-"""Compare two or more models on the same prompts; with a reward model also by scores and win rates."""
+"""Compare two or more models on the same prompts; with reward models or functions also by scores and win rates."""
 
 import json
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
 from pipeline.configuration.flag_table import flag, flat_items
-from pipeline.configuration.groups import TOKEN_FLAGS, Dtype, Group
+from pipeline.configuration.groups import TOKEN_FLAGS, Dtype
 from pipeline.console import code_span
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError, counted, printable, say
-from pipeline.files import refused_by_disk, write_text
+from pipeline.files import OURS, read_object, refused_by_disk, write_text
 from pipeline.inference.answer_rows import Answer
 from pipeline.inference.answer_settings import AnswerSettings
 from pipeline.inference.comparison import Contestant, markdown, print_comparison, to_json
-from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
-from pipeline.models.paths import check_language_model, check_reward_model
+from pipeline.inference.prompt_lists import bundled_prompts, other_columns, read_prompts, shown_prompt
+from pipeline.models.paths import check_language_model, check_reward_model, last_part
+from pipeline.redact import masked
+from pipeline.rewards.functions import parse_reward_functions
+from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 from pipeline.run.entry import command, command_flags
+
+if TYPE_CHECKING:
+    from pipeline.rewards.pool import RewardPool
 
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MIN_ESTIMATE_S = 20.0  # remaining seconds above which the command prints how long it will take; chosen by hand
 
 
-class CompareConfig(Group):
+class CompareConfig(WorkerFlags):
     """Compare models: `rlhf compare output/sft output/actor --reward-model output/reward`."""
 
     model: list[str] = flag(
@@ -41,11 +47,16 @@ class CompareConfig(Group):
     )
     model_name_or_path_baseline: str = flag("", "DeepSpeed-Chat's name for the first of two models")
     model_name_or_path_finetune: str = flag("", "DeepSpeed-Chat's name for the second of two models")
-    reward_model: str = flag(
-        "",
-        "Folder of a reward model that scores all answers; none: no scores",
+    reward_model: list[str] = flag(
+        [],
+        "Folders of reward models that score all answers; the first decides the wins, each has rows of its own",
         kind="path",
         aliases=("reward_model_name_or_path",),
+    )
+    reward_function: list[str] = flag(
+        [],
+        "Functions whose weighted sum decides the wins: FILE.py:NAME or a built-in NAME, a :WEIGHT after it",
+        aliases=("reward",),
     )
     prompts: str = flag(
         "", "File of prompts: .txt, one per line; .json or .jsonl with `prompt`; none: bundled", kind="path"
@@ -69,8 +80,7 @@ def run(argv: list[str], prog: str) -> None:
     paths = model_paths(config)
     for path in paths:
         check_language_model(path, "--model")
-    if config.reward_model:
-        check_reward_model(config.reward_model, "--reward-model")
+    functions, scorer_names = parse_reward_functions(config.reward_function), reward_names(config.reward_model)
     prompts = read_prompts(config.prompts) if config.prompts else bundled_prompts(config.language)
     prefix = output_prefix(config.output)
 
@@ -84,15 +94,22 @@ def run(argv: list[str], prog: str) -> None:
     if limit < config.sampling.max_new_tokens:
         say(f"note: --max-new-tokens {limit}: the longest prompt leaves no more positions")
         config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_new_tokens": limit})})
-    if config.reward_model:
-        ModelSource(config.reward_model).check("--reward-model")
+    for path in config.reward_model:
+        ModelSource(path).check("--reward-model")
+    if len(config.reward_model) == 1 and not functions:
+        say(*unseen_note(paths, config.reward_model[0]))
 
-    contestants = [
-        answered(config, label, path, prompts, num_models=0 if index else len(paths))
-        for index, (label, path) in enumerate(zip(LABELS, paths, strict=False))
-    ]
-    if config.reward_model:
-        contestants = scored(config, contestants, prompts)
+    with reward_pool(config, functions) as pool:
+        pool.check(sorted({name for row in other_columns(config.prompts) for name in row}))
+        contestants = [
+            answered(config, label, path, prompts, num_models=0 if index else len(paths))
+            for index, (label, path) in enumerate(zip(LABELS, paths, strict=False))
+        ]
+        scores = {" + ".join(one.name for one in functions): function_scores(config, pool, contestants, prompts)}
+    scores = scores if functions else {}
+    for name, path in scorer_names.items():
+        scores[name] = model_scores(config, path, contestants, prompts)
+    contestants = with_scores(contestants, scores)
 
     texts = [shown_prompt(turns) for turns in prompts]
     print_comparison(Console(highlight=False), texts, contestants)
@@ -109,6 +126,34 @@ def model_paths(config: CompareConfig) -> list[str]:
     if len(paths) < 2:
         raise InputError(f"--model: got {len(paths)}, expected two or more, like --model output/sft output/actor")
     return paths
+
+
+def reward_names(paths: list[str]) -> dict[str, str]:
+    """Return the reward models by short names, which are their whole paths if two have the same last part.
+
+    Raises InputError for a model that is given twice or cannot be a reward model.
+    """
+    for path in paths:
+        check_reward_model(path, "--reward-model")
+        if paths.count(path) > 1:
+            raise InputError(f"--reward-model: {path} is given twice; name each model once")
+    names = {last_part(path): path for path in paths}
+    return names if len(names) == len(paths) else {path: path for path in paths}
+
+
+def unseen_note(paths: list[str], reward_model: str) -> list[str]:
+    """Return the note for a model that was trained with the only reward model; its folder has only its last part."""
+    for path in paths:
+        settings = read_object(Path(path).expanduser() / OURS)
+        critic, rewards = (
+            settings[name] if isinstance(settings.get(name), dict) else {} for name in ("critic", "rewards")
+        )
+        used = settings.get("reward_model_name_or_path")
+        used = used or (not rewards.get("reward_function") and critic.get("model_name_or_path"))
+        if used and last_part(str(used)) == last_part(reward_model):
+            why = f"{path} was trained with {last_part(reward_model)} and may exploit it"
+            return [f"note: {why}; add a --reward-model that training did not see"]
+    return []
 
 
 def output_prefix(output: str) -> Path | None:
@@ -162,29 +207,77 @@ def estimate(load_s: float, answer_s: float, num_models: int, *, done_s: float) 
     return [f"note: about {counted(max(1, round(total_s / 60)), 'minute')} for {num_models} models"]
 
 
-def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[Turns]) -> list[Contestant]:
-    """Score all answers with the reward model; return the contestants with their scores."""
+def function_scores(
+    config: CompareConfig, pool: "RewardPool", contestants: list[Contestant], prompts: list[Turns]
+) -> list[float | None]:
+    """Return the weighted sum of the reward functions for each answer of each model; None where there is none."""
+    from pipeline.data.sources import is_conversational
+    from pipeline.rewards.failures import check_values, failure_notes
+    from pipeline.rewards.pool import Responses
+
+    columns = other_columns(config.prompts) or [{}] * len(prompts)
+    is_conversation = any(columns) and is_conversational(config.prompts)
+    groups = [
+        (Responses(f"prompt {number}", turns, is_conversation, texts, ids, columns[number - 1]), rows)
+        for contestant in contestants
+        for number, (turns, rows) in enumerate(zip(prompts, contestant.answers, strict=True), start=1)
+        for texts, ids in [([row.text for row in rows], [[*row.ids] for row in rows])]
+    ]
+    parts = pool.gather([pool.submit(responses) for responses, _ in groups])
+    for function in pool.functions:
+        values = [value for part in parts for value in part[function.name]]
+        say(*failure_notes(function.name, values))
+        check_values(function.name, values)
+    weights = {one.name: one.weight for one in pool.functions}
+    return [
+        row.scored({name: values[index] for name, values in part.items()}, weights).reward
+        for part, (_, rows) in zip(parts, groups, strict=True)
+        for index, row in enumerate(rows)
+    ]
+
+
+def model_scores(
+    config: CompareConfig, path: str, contestants: list[Contestant], prompts: list[Turns]
+) -> list[float | None]:
+    """Return the raw scores of a reward model for each answer of each model."""
     from pipeline.inference.answer_scores import load_scorer, score_answers
     from pipeline.inference.answers import resolve_dtype
 
-    scorer = load_scorer(config.reward_model, dtype=resolve_dtype(config.dtype))
-    result = []
-    for contestant in contestants:
+    scorer, scores = load_scorer(path, dtype=resolve_dtype(config.dtype)), list[float | None]()
+    for contestant in contestants:  # one by one: equal answers of two models are in equal batches, and so tie
         pairs = [(turns, row) for turns, rows in zip(prompts, contestant.answers, strict=True) for row in rows]
-        texts = [(turns, row.text, row.finished) for turns, row in pairs]
-        scores = iter(score_answers(scorer, texts, batch_size=config.batch_size))
-        answers = tuple(tuple(replace(row, reward=next(scores)) for row in rows) for rows in contestant.answers)
-        result.append(replace(contestant, answers=answers))
-    return result
+        answers = [(turns, row.text, row.finished) for turns, row in pairs]
+        scores += score_answers(scorer, answers, batch_size=config.batch_size)
+    return scores
+
+
+def with_scores(contestants: list[Contestant], scores: dict[str, list[float | None]]) -> list[Contestant]:
+    """Return the contestants with the scores of their answers, of which the first decides.
+
+    Args:
+        scores: name of a scorer -> its scores of all answers, in order.
+    """
+    by_answer = (dict(zip(scores, each, strict=True)) for each in zip(*scores.values(), strict=True))
+
+    def scored(row: Answer) -> Answer:
+        by_name = next(by_answer)
+        return replace(row, scores=by_name, reward=next(iter(by_name.values())))
+
+    return [
+        replace(one, answers=tuple(tuple(map(scored, rows)) for rows in one.answers)) if scores else one
+        for one in contestants
+    ]
 
 
 def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestants: list[Contestant]) -> None:
     """Write the comparison as `<prefix>.json` and `<prefix>.md`."""
+    left_out = {"model", "output"} | ({} if config.reward_function else WorkerFlags.model_fields).keys()
     settings = {
-        name: value for name, value in flat_items(config) if value not in ("", []) and name not in ("model", "output")
+        name: masked(value) for name, value in flat_items(config) if value not in ("", []) and name not in left_out
     }
     content = to_json(texts, contestants, settings)
-    listed = ", ".join(f"{name} {code_span(printable(str(value)))}" for name, value in settings.items())
+    words = {name: ", ".join(value) if isinstance(value, list) else str(value) for name, value in settings.items()}
+    listed = ", ".join(f"{name} {code_span(printable(text))}" for name, text in words.items())
     # with_name, not with_suffix: a prefix such as run-0.5 contains a dot.
     json_file, markdown_file = (prefix.with_name(prefix.name + suffix) for suffix in (".json", ".md"))
     with refused_by_disk(prefix):

@@ -5,8 +5,8 @@ every interval is the prompt. Texts of models and files are never interpreted as
 """
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from pipeline.inference.intervals import (
 )
 
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
-HEADINGS = ("", "tokens", "ended", "score", "win rate", "LC win rate", "score difference")
+HEADINGS = ("", "tokens", "ended", "scored by", "score", "win rate", "LC win rate", "score difference")
 LOOKS: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False}  # style of every table
 
 
@@ -36,7 +36,8 @@ LOOKS: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False}  # s
 class Contestant:
     """A model in a comparison; answers[i] are those to prompt i, equally many for each prompt and model.
 
-    Their rewards are the scores of the reward model; None without one.
+    Their rewards are the scores that decide the wins, and their `scores` have those of every scorer by its name, the
+    deciding one first. Without a scorer they have none.
     """
 
     label: str
@@ -87,9 +88,9 @@ class Summary:
 
 
 def scores(contestant: Contestant) -> list[list[float]]:
-    """Return a model's scores as [prompt][answer], empty if its answers have none."""
+    """Return a model's scores as [prompt][answer]; [] for a prompt with an answer that has no score."""
     rows = [[row.reward for row in answers if row.reward is not None] for answers in contestant.answers]
-    return rows if all(rows) else []
+    return [row if len(row) == len(answers) else [] for row, answers in zip(rows, contestant.answers, strict=True)]
 
 
 def compare(
@@ -129,16 +130,31 @@ def summarise(contestants: Sequence[Contestant]) -> list[Summary]:
         rows = [row for answers in contestant.answers for row in answers]
         own_scores = scores(contestant)
         longer = [mine - theirs for theirs, mine in zip(lengths, mean_lengths(contestant), strict=True)]
+        parts = [part for part in zip(first, own_scores, longer, strict=True) if part[0] and part[1]]
         summary = Summary(
             contestant.label,
             contestant.path,
             mean_tokens=statistics.fmean(row.num_tokens for row in rows),
             finished_share=statistics.fmean(row.finished for row in rows),
-            mean_score=statistics.fmean(map(statistics.fmean, own_scores)) if own_scores else None,
-            against=compare(first, own_scores, longer) if own_scores and index > 0 else None,
+            mean_score=statistics.fmean(map(statistics.fmean, filter(None, own_scores))) if any(own_scores) else None,
+            against=compare(*zip(*parts, strict=True)) if parts and index > 0 else None,
         )
         summaries.append(summary)
     return summaries
+
+
+def by_scorer(contestants: Sequence[Contestant]) -> dict[str, list[Summary]]:
+    """Return the summaries by each scorer, the deciding one first; those without scores by ""."""
+    names = list(contestants[0].answers[0][0].scores)
+    return {name: summarise([scored_by(name, one) for one in contestants]) for name in names} or {
+        "": summarise(contestants)
+    }
+
+
+def scored_by(name: str, contestant: Contestant) -> Contestant:
+    """Return a model whose wins a scorer decides."""
+    answers = (tuple(replace(row, reward=row.scores[name]) for row in rows) for rows in contestant.answers)
+    return replace(contestant, answers=tuple(answers))
 
 
 def to_json(prompts: Sequence[str], contestants: Sequence[Contestant], settings: dict[str, Any]) -> dict[str, Any]:
@@ -147,12 +163,15 @@ def to_json(prompts: Sequence[str], contestants: Sequence[Contestant], settings:
         {"prompt": text, "answers": {one.label: list(map(json_row, one.answers[index])) for one in contestants}}
         for index, text in enumerate(prompts)
     ]
-    return {"settings": settings, "models": list(map(asdict, summarise(contestants))), "prompts": answers}
+    summaries = {name: list(map(asdict, each)) for name, each in by_scorer(contestants).items()}
+    further = {"by_scorer": summaries} if len(summaries) > 1 else {}
+    return {"settings": settings, "models": next(iter(summaries.values())), **further, "prompts": answers}
 
 
 def json_row(answer: Answer) -> dict[str, Any]:
     """Return an answer as the JSON file has it."""
-    return {name: getattr(answer, name) for name in ("text", "num_tokens", "finished")} | {"score": answer.reward}
+    row = {name: getattr(answer, name) for name in ("text", "num_tokens", "finished")} | {"score": answer.reward}
+    return row | ({"scores": answer.scores} if len(answer.scores) > 1 else {})
 
 
 def print_comparison(console: Console, prompts: Sequence[str], contestants: Sequence[Contestant]) -> None:
@@ -164,7 +183,7 @@ def print_comparison(console: Console, prompts: Sequence[str], contestants: Sequ
     console.print()
     for contestant in contestants:
         console.print(Text(f"{contestant.label} = {printable(contestant.path)}"), soft_wrap=True)
-    rows = figure_rows(summaries := summarise(contestants))
+    rows = figure_rows(summaries := by_scorer(contestants))
     if sum(max(map(len, cells)) + 2 for cells in zip(*rows, strict=True)) > console.width:
         rows = [[cell.replace(" [", "\n[") for cell in row] for row in rows]
     headings, *rows = rows
@@ -204,32 +223,40 @@ def remark(row: Answer) -> str:
     return f"({row.num_tokens} tokens{'' if row.finished else ', cut off'}{score})"
 
 
-def figure_rows(summaries: Sequence[Summary]) -> list[list[str]]:
-    """Return the headings and one row per model, without the columns of scores if there are none."""
-    rows = [list(HEADINGS)]
-    for one in summaries:
-        score = "" if one.mean_score is None else f"{one.mean_score:.4g}"
-        row, against = [one.label, f"{one.mean_tokens:.1f}", f"{one.finished_share:.0%}", score], one.against
-        rate, equal_length, difference = (
-            (against.win_rate, against.length_controlled, against.difference) if against else (None, None, None)
-        )
-        rows.append([*row, shown(rate, ".2f"), shown(equal_length, ".2f"), shown(difference, "+.3g")])
-    return rows if summaries[0].mean_score is not None else [row[:3] for row in rows]
+def figure_rows(by_name: Mapping[str, Sequence[Summary]]) -> list[list[str]]:
+    """Return the headings and a row per scorer and model, without columns that would be empty in each row."""
+    rows = [[*HEADINGS]]
+    for name, summaries in by_name.items():
+        for one in summaries:
+            score = "" if one.mean_score is None else f"{one.mean_score:.4g}"
+            rate, equal_length, difference = (
+                (one.against.win_rate, one.against.length_controlled, one.against.difference)
+                if one.against
+                else (None, None, None)
+            )
+            row = [one.label, f"{one.mean_tokens:.1f}", f"{one.finished_share:.0%}", printable(name), score]
+            rows.append([*row, shown(rate, ".2f"), shown(equal_length, ".2f"), shown(difference, "+.3g")])
+    if not any(one.mean_score is not None for summaries in by_name.values() for one in summaries):
+        return [row[:3] for row in rows]
+    return rows if len(by_name) > 1 else [row[:3] + row[4:] for row in rows]
 
 
 def shown(interval: Interval | None, form: str) -> str:
     return f"{interval.value:{form}} [{interval.low:{form}}, {interval.high:{form}}]" if interval else "-"
 
 
-def legend(summaries: Sequence[Summary]) -> list[str]:
+def legend(by_name: Mapping[str, Sequence[Summary]]) -> list[str]:
     """Return the lines that explain the figures."""
     lines = ["tokens: mean length of an answer. ended: share that the model ended itself."]
-    first, pairs = summaries[0].label, [(one.label, one.against) for one in summaries if one.against]
+    pairs = [(name, one.label, one.against) for name, each in by_name.items() for one in each if one.against]
     if not pairs:
         return lines
-    number = pairs[0][1].num_prompts
+    first, number = next(iter(by_name.values()))[0].label, max(one.num_prompts for *_, one in pairs)
     method = "a bootstrap over the prompts" if number >= MIN_PROMPTS else "Wilson's formula"
-    counts = "; ".join(f"{label} {one.wins}/{one.ties}/{one.losses}" for label, one in pairs)
+    counts = "; ".join(
+        f"{label}{f' by {printable(name)}' if len(by_name) > 1 else ''} {one.wins}/{one.ties}/{one.losses}"
+        for name, label, one in pairs
+    )
     return [
         *lines,
         f"win rate: how often an answer is scored above {first}'s; a tie counts half; in brackets its 95 % "
@@ -243,7 +270,7 @@ def legend(summaries: Sequence[Summary]) -> list[str]:
 
 def markdown(prompts: Sequence[str], contestants: Sequence[Contestant], settings_line: str) -> str:
     """Render the whole comparison as a Markdown document."""
-    summaries = summarise(contestants)
+    summaries = by_scorer(contestants)
     head, *rows = (f"| {' | '.join(row)} |" for row in figure_rows(summaries))
     lines = ["# Comparison", "", *(f"- {one.label} = {code_span(printable(one.path))}" for one in contestants), ""]
     lines += [settings_line, "", head, "|" + "---|" * (head.count("|") - 1), *rows, "", *legend(summaries), ""]

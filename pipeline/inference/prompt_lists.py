@@ -3,6 +3,7 @@
 import json
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from pipeline.console import valid_unicode
 from pipeline.data.readers import data_suffix, read_file
@@ -34,6 +35,14 @@ def read_prompts(path: str) -> list[Turns]:
     if not prompts:
         raise InputError(f"--prompts: {path}: no prompt in it")
     return prompts
+
+
+def other_columns(path: str) -> list[dict[str, Any]]:
+    """Return the columns beside `prompt` of each row of a .json or .jsonl file; [] for other files and for ""."""
+    if not path or path.lower().endswith(".txt"):
+        return []
+    rows = read_file(Path(path).expanduser())
+    return [{name: value for name, value in values.items() if name != "prompt"} for _, values in rows]
 
 
 def text_lines(file: Path) -> list[tuple[int, object]]:

@@ -260,14 +260,17 @@ TESTS: dict[str, str] = {
     "faults/test_flag_runs.py::test_the_best_model_is_kept_and_not_the_last[sft]": "sft.keep_best",
     "run/test_logs.py::test_verbose_shows_what_libraries_print": "sft.verbose",
     "rlhf/test_sample.py::test_scores_and_their_weighted_sum": "sample.reward_function",
+    "rlhf/test_compare.py::test_a_function_decides_the_wins_by_a_column_of_the_data": "prompt_eval.reward_function",
+    "rlhf/test_compare.py::test_a_function_that_takes_too_long_ends_the_comparison": "prompt_eval.reward_timeout_s",
+    "rlhf/test_compare.py::test_as_many_workers_as_the_flag_says": "prompt_eval.reward_workers",
     "inference/test_sampled_scores.py::test_raw_scores_of_transformers_are_added_to_those_of_functions[1]":
         "sample.reward_model",
     "rlhf/test_sample.py::test_a_call_that_takes_too_long_gives_no_value": "sample.reward_timeout_s",
     "rlhf/test_sample.py::test_as_many_workers_as_the_flag_says": "sample.reward_workers",
     "rewards/test_reward_pool.py::test_workers_see_no_secrets":
-        "sample.reward_env reward_trial.reward_env ppo.reward_env",
+        "sample.reward_env reward_trial.reward_env ppo.reward_env prompt_eval.reward_env",
     "rewards/test_reward_limits.py::test_a_worker_has_so_much_memory_and_no_more":
-        "sample.reward_worker_gib reward_trial.reward_worker_gib ppo.reward_worker_gib",
+        "sample.reward_worker_gib reward_trial.reward_worker_gib ppo.reward_worker_gib prompt_eval.reward_worker_gib",
     "rewards/test_reward_limits.py::test_without_the_flag_half_of_the_memory_is_shared[1-1]":
         "reward_trial.reward_workers",
     "rlhf/test_reward.py::test_a_call_has_all_responses_of_a_group": "reward_trial.num_samples_per_prompt",

@@ -119,6 +119,16 @@ def test_summaries():
     assert math.isclose(second.against.win_rate.low, 2 / (2 + 1.959963984540054**2))
 
 
+def test_prompts_with_an_answer_without_a_score_are_left_out():
+    """The second prompt lacks a score of A, the third one of B's two; the first and the fourth remain."""
+    both = [((0.0, 0.0), (1.0, 1.0)), ((None, 0.0), (1.0, 1.0)), ((0.0, 0.0), (None, 1.0)), ((5.0, 5.0), (1.0, 1.0))]
+    sides = [tuple(tuple(answer("x", 1, reward=one) for one in pair[side]) for pair in both) for side in (0, 1)]
+    first, second = summarise([Contestant(label, label, rows) for label, rows in zip("AB", sides, strict=True)])
+    against = second.against
+    assert (against.num_prompts, against.wins, against.losses, against.difference.value) == (2, 4, 4, -1.5)
+    assert (first.mean_score, second.mean_score) == (5 / 3, 1.0)
+
+
 def length_decides() -> list[Contestant]:
     """B's answers are scored by their length alone: 30 are longer than A's and win, 10 are shorter and lose."""
     lengths = [*range(11, 41), *range(1, 11)]
@@ -161,7 +171,7 @@ def test_no_path_and_no_setting_is_markup(tmp_path):
     """An escape and two kinds of backticks, which would end the code, stand in front of HTML, a link and a heading."""
     odd = "a\x1b`b``<img src=x>[c](http://d)**e**|\n# f"
     contestants = [Contestant(label, f"{odd}{label}", ((answer("x", 1),),)) for label in "AB"]
-    write_files(tmp_path / "prompt_eval", CompareConfig(prompts=odd, reward_model=odd), ["q"], contestants)
+    write_files(tmp_path / "prompt_eval", CompareConfig(prompts=odd, reward_model=[odd]), ["q"], contestants)
     tokens = MarkdownIt().enable("table").parse((tmp_path / "prompt_eval.md").read_text())
     inline = [child for token in tokens for child in token.children or ()]
     assert {token.type for token in inline} <= {"text", "softbreak", "code_inline", "strong_open", "strong_close"}

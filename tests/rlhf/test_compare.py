@@ -17,7 +17,7 @@ from pipeline.inference.answer_scores import load_scorer, score_answers
 from pipeline.inference.answers import load_chat_tokenizer
 from pipeline.models.source import ModelSource
 from pipeline.rewards.reward_model import scored_ids
-from rlhf.compare import main
+from rlhf.compare import main, unseen_note
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = "one\ntwo\n\nthree\n"
@@ -127,6 +127,88 @@ def test_scores_are_those_of_the_reward_model_on_its_training_text(bpe_folder, j
     cut = result["prompts"][0]["answers"]["B"][0]
     assert (cut["finished"], cut["num_tokens"], result["models"][1]["finished_share"]) == (False, 5, 0.0)
     assert scored_ids(judge.tokenizer, conversation[:1], "yes", False, num_positions=None) == ids[:-1]
+
+
+REWARDS = """
+import os, time
+from pathlib import Path
+def wanted(prompts, completions, word):
+    return [None if one is None else float(one in text) for one, text in zip(word, completions)]
+def slow(completions):
+    time.sleep(2)
+    return [1.0] * len(completions)
+def meet(completions):
+    here = Path(__file__).parent
+    (here / f"met-{os.getpid()}").touch()
+    end = time.monotonic() + 10
+    while (met := len(list(here.glob("met-*")))) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    return [met] * len(completions)
+"""
+
+
+@pytest.fixture
+def functions(bpe_folder, tmp_path) -> list[str]:
+    """Two models that say "yes" and "no" to three prompts, of which the last has no word to look for."""
+    (tmp_path / "f.py").write_text(REWARDS)
+    rows = [{"prompt": "one", "word": "yes"}, {"prompt": "two", "word": "no"}, {"prompt": "three", "word": None}]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    models = (scripted_model(bpe_folder, tmp_path / text, f" {text}") for text in ("yes", "no"))
+    return ["--models", *models, "--prompts", str(tmp_path / "q.jsonl"), "--max-new-tokens", "5"]
+
+
+def test_a_function_decides_the_wins_by_a_column_of_the_data(functions, capsys, tmp_path):
+    """B wins the second prompt and loses the first; to the third the function does not apply."""
+    result = compared(capsys, tmp_path, *functions, "--reward-function", f"{tmp_path}/f.py:wanted:3")
+    against = result["models"][1]["against"]
+    assert (against["wins"], against["ties"], against["losses"], against["num_prompts"]) == (1, 0, 1, 2)
+    given = [[row["score"] for row in one["answers"]["A"] + one["answers"]["B"]] for one in result["prompts"]]
+    assert given == [[3.0, 0.0], [0.0, 3.0], [None, None]]
+    assert [model["mean_score"] for model in result["models"]] == [1.5, 1.5]
+
+
+def test_each_scorer_has_rows_of_its_own_and_functions_decide(functions, judge_path, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "140")
+    length = '{"name": "length:-1", "args": {"high": 1, "margin": 1}}'
+    argv = (*functions, "--reward-function", length, "--reward-model", judge_path)
+    result = compared(capsys, tmp_path, *argv)
+    shown = capsys.readouterr().out
+    assert list(result["by_scorer"]) == ["length", Path(judge_path).name]
+    assert result["by_scorer"]["length"] == result["models"]
+    first = result["prompts"][0]["answers"]["A"][0]
+    assert first["score"] == first["scores"]["length"] != first["scores"][Path(judge_path).name]
+    alone = compared(capsys, tmp_path, *functions, "--reward-model", judge_path)
+    assert result["by_scorer"][Path(judge_path).name] == alone["models"] and "by_scorer" not in alone
+    assert "scored by" in shown and f"B by {Path(judge_path).name} " in shown
+    assert "scored by" not in capsys.readouterr().out
+    assert "reward_timeout_s" in result["settings"] and "reward_timeout_s" not in alone["settings"]
+
+
+def test_a_function_that_takes_too_long_ends_the_comparison(functions, capsys, tmp_path):
+    assert main([*functions, "--reward", f"{tmp_path}/f.py:slow", "--reward-timeout-s", "0.5"]) == 2
+    assert "slow gave no value for 6 of the last 6 responses (6 timed out)" in capsys.readouterr().err
+
+
+def test_as_many_workers_as_the_flag_says(functions, capsys, tmp_path):
+    """Three processes that wait for each other."""
+    result = compared(capsys, tmp_path, *functions, "--reward", f"{tmp_path}/f.py:meet", "--reward-workers", "3")
+    assert [model["mean_score"] for model in result["models"]] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_noted"),
+    [
+        ({"reward_model_name_or_path": "NAME"}, True),
+        ({"reward_model_name_or_path": "", "critic": {"model_name_or_path": "NAME"}}, True),
+        ({"critic": {"model_name_or_path": "NAME"}, "rewards": {"reward_function": ["length"]}}, False),
+        ({"reward_model_name_or_path": "another"}, False),
+        ({"critic": 5}, False),
+    ],
+)
+def test_a_note_asks_for_a_reward_model_that_training_did_not_see(settings, is_noted, tmp_path):
+    (tmp_path / "training_config.json").write_text(json.dumps(settings).replace("NAME", "reward"))
+    notes = unseen_note(["/no/sft", str(tmp_path)], "output/reward")
+    assert bool(notes) is is_noted and all("was trained with reward and may exploit it" in note for note in notes)
 
 
 def test_scores_do_not_depend_on_the_batch(judge_path):
