@@ -183,14 +183,16 @@ def print_comparison(console: Console, prompts: Sequence[str], contestants: Sequ
     console.print()
     for contestant in contestants:
         console.print(Text(f"{contestant.label} = {printable(contestant.path)}"), soft_wrap=True)
-    rows = figure_rows(summaries := by_scorer(contestants))
-    if sum(max(map(len, cells)) + 2 for cells in zip(*rows, strict=True)) > console.width:
-        rows = [[cell.replace(" [", "\n[") for cell in row] for row in rows]
-    headings, *rows = rows
-    table = Table(*(Column(name, justify="right" if name else "left") for name in headings), **LOOKS)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table, *map(Text, legend(summaries)), sep="\n")
+    for name, summaries in (by_name := by_scorer(contestants)).items():
+        rows = figure_rows({name: summaries})
+        if sum(max(map(len, cells)) + 2 for cells in zip(*rows, strict=True)) > console.width:
+            rows = [[cell.replace(" [", "\n[") for cell in row] for row in rows]
+        headings, *rows = rows
+        table = Table(*(Column(title, justify="right" if title else "left") for title in headings), **LOOKS)
+        for row in rows:
+            table.add_row(*row)
+        console.print(*[Text(f"\nscored by {printable(name)}")] * (len(by_name) > 1), table, sep="\n")
+    console.print(*map(Text, legend(by_name)), sep="\n")
 
 
 def columns(contestants: Sequence[Contestant], index: int) -> list[RenderableType]:
