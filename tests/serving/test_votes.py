@@ -11,7 +11,7 @@ from pipeline.data.formats import read_records
 from pipeline.data.sources import read_rows
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
-from pipeline.inference.comparison import wilson
+from pipeline.inference.intervals import wilson
 from pipeline.inference.serving.bodies import ApiError, Candidate
 from pipeline.inference.serving.votes import Votes
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
-from pipeline.inference.comparison import Z_95, wilson
+from pipeline.inference.intervals import Z_95, wilson
 from pipeline.inference.serving.bodies import ApiError, Candidate
 
 
