@@ -19,13 +19,7 @@ from rich.text import Text
 from pipeline.console import code_span, fenced
 from pipeline.errors import printable
 from pipeline.inference.answer_rows import Answer
-from pipeline.inference.intervals import (
-    MIN_PROMPTS,
-    Interval,
-    length_controlled,
-    mean_over_prompts,
-    rate_over_prompts,
-)
+from pipeline.inference.intervals import MIN_PROMPTS, Interval
 
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
 HEADINGS = ("", "tokens", "ended", "scored by", "score", "win rate", "LC win rate", "score difference")
@@ -54,7 +48,7 @@ class HeadToHead:
     ties: pairs of answers with equal scores.
     losses: pairs of answers in which the baseline's has the higher score.
     win_rate: share of pairs won, a tie as half a win, averaged over prompts.
-    length_controlled: win rate at equal length; None where it cannot be estimated (`intervals.length_controlled`).
+    length_controlled: win rate at equal length; None where it cannot be estimated (`bootstrap.length_controlled`).
     difference: mean difference of the scores; None where there are too few prompts for an interval.
     """
 
@@ -101,6 +95,8 @@ def compare(
     Args:
         longer: for each prompt, by how many tokens the answers of `other` are longer; none: no length-controlled rate.
     """
+    from pipeline.inference.bootstrap import length_controlled, mean_over_prompts, rate_over_prompts  # with numpy
+
     meetings = [
         [(theirs > ours) - (theirs < ours) for ours, theirs in product(a, b)] for a, b in zip(first, other, strict=True)
     ]

@@ -11,8 +11,9 @@ from support.messages import naming
 
 from pipeline.errors import InputError
 from pipeline.inference.answer_rows import Answer
+from pipeline.inference.bootstrap import length_controlled
 from pipeline.inference.comparison import Contestant, compare, markdown, print_comparison, summarise
-from pipeline.inference.intervals import length_controlled, mean_interval, wilson
+from pipeline.inference.intervals import mean_interval, wilson
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 from rlhf.compare import CompareConfig, estimate, write_files
 

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.inference.intervals import (
+from pipeline.inference.bootstrap import (
     MIN_PROMPTS,
     RIDGE,
     bootstrap_mean,
     fit_logistic,
     length_controlled,
-    mean_interval,
     mean_over_prompts,
     rate_over_prompts,
-    wilson,
 )
+from pipeline.inference.intervals import mean_interval, wilson
 
 
 def slow_percentiles(values: list[float], num_resamples: int) -> tuple[float, float]:

@@ -28,7 +28,7 @@ class ApiError(Exception):
 
 
 class StreamOptions(BaseModel):
-    """What a stream says beside its pieces."""
+    """Settings of a stream."""
 
     include_usage: bool = False
 

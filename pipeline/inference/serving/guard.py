@@ -1,4 +1,4 @@
-"""What every request passes before its route: Host, Origin, token; and how long a client may take to send one."""
+"""Checks of every request before its route: Host, Origin, token; and how long a client may take to send one."""
 
 import asyncio
 import json

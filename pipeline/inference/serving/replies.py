@@ -129,6 +129,7 @@ def decode_token(chat_model: ChatModel, token: int) -> str:
 
 
 def completion_log_probs(tokens: TokenTexts) -> Json:
+    """Return the field `logprobs` of a completion."""
     lengths = [len(text) for text in tokens.tokens]
     return {
         "tokens": tokens.tokens,
