@@ -182,8 +182,11 @@ class Shell:
 
     def save(self, name: str) -> None:
         """Append the conversation to a .jsonl file, as a row of messages."""
-        path = Path(name).expanduser()
-        if path.suffix != ".jsonl" or (path.exists() and not path.is_file()):
+        try:
+            path = Path(name).expanduser()
+        except RuntimeError as error:
+            raise InputError(f"/save: {name}: {error}") from None
+        if "\0" in name or path.suffix != ".jsonl" or (path.exists() and not path.is_file()):
             raise InputError(f"/save: got {name!r}, expected a file that ends in .jsonl, new or with rows to append to")
         row = json.dumps({"messages": self.conversation.messages}, ensure_ascii=False)
         with refused_by_disk(path), path.open("a+b") as file:

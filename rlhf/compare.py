@@ -81,6 +81,8 @@ def run(argv: list[str], prog: str) -> None:
     for path in paths:
         check_language_model(path, "--model")
     functions, scorer_names = parse_reward_functions(config.reward_function), reward_names(config.reward_model)
+    if (sum_name := " + ".join(one.name for one in functions)) in scorer_names:
+        raise InputError(f"--reward-function: {sum_name!r} is a reward model's name too; rename the function or folder")
     prompts = read_prompts(config.prompts) if config.prompts else bundled_prompts(config.language)
     prefix = output_prefix(config.output)
 
@@ -105,7 +107,7 @@ def run(argv: list[str], prog: str) -> None:
             answered(config, label, path, prompts, num_models=0 if index else len(paths))
             for index, (label, path) in enumerate(zip(LABELS, paths, strict=False))
         ]
-        scores = {" + ".join(one.name for one in functions): function_scores(config, pool, contestants, prompts)}
+        scores = {sum_name: function_scores(config, pool, contestants, prompts)}
     scores = scores if functions else {}
     for name, path in scorer_names.items():
         scores[name] = model_scores(config, path, contestants, prompts)
@@ -215,8 +217,9 @@ def function_scores(
     from pipeline.rewards.failures import check_values, failure_notes
     from pipeline.rewards.pool import Responses
 
-    columns = other_columns(config.prompts) or [{}] * len(prompts)
-    is_conversation = any(columns) and is_conversational(config.prompts)
+    columns = other_columns(config.prompts)
+    is_conversation = bool(columns) and is_conversational(config.prompts)
+    columns = columns or [{}] * len(prompts)
     groups = [
         (Responses(f"prompt {number}", turns, is_conversation, texts, ids, columns[number - 1]), rows)
         for contestant in contestants

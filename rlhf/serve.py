@@ -59,13 +59,14 @@ def run(argv: list[str], prog: str) -> None:
         raise EnvironmentFault(f"{error.name} is not installed; pip install 'rlhf-pipeline[serve]'") from None
     server = loaded(config, names)
     port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
-    hosts = {f"{host}:{port}" for host in (*LOOPBACK[:2], "[::1]")} if config.host in LOOPBACK else set[str]()
+    names_of_host = ("127.0.0.1", "localhost", "[::1]") if config.host in LOOPBACK else ()
+    hosts = {f"{name}{end}" for name in names_of_host for end in (f":{port}", *([""] if port == 80 else []))}
     application = server.app(hosts=hosts, token=token)
     settings = uvicorn.Config(
         application, http=TimedProtocol, ws="none", log_level="warning", access_log=False, server_header=False,
         h11_max_incomplete_event_size=2**16, timeout_graceful_shutdown=2, limit_concurrency=1000,
     )  # fmt: skip
-    server.worker.start()
+    server.worker.open_sessions()
     address = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
     show(f"{address}/#token={token}  chat and compare in a browser")
     show(f"{address}/v1  for OpenAI's clients, with that token as API key")
@@ -89,13 +90,16 @@ def is_reward_model(path: str) -> bool:
 
 def listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens, before any weight is read. Raises InputError."""
+    if not host:
+        raise InputError("--host: is empty; 127.0.0.1 is this machine alone, 0.0.0.0 all its addresses")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
+    except socket.gaierror as error:
+        raise InputError(f"--host: {host!r} is no address of this machine: {error.strerror}") from None
     except OSError as error:
-        raise InputError(
-            f"--port: cannot listen on {host}, port {port}: {os.strerror(error.errno or 0)}; 0 takes a free one"
-        ) from None
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise InputError(f"--port: cannot listen on {host}, port {port}: {reason}; 0 takes a free one") from None
 
 
 def loaded(config: ServeConfig, names: list[str]) -> "Server":

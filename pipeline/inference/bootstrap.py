@@ -10,6 +10,7 @@ from pipeline.inference.intervals import MIN_PROMPTS, Interval, mean_interval, w
 
 NUM_RESAMPLES, BLOCK = 2000, 100  # resamples of a bootstrap, and how many are in memory at once
 SEED = 0  # of the bootstrap, so that the same answers give the same interval
+MIN_SHARE = 0.1  # of the prompts, to which each model must have the shorter answer or one as long. Chosen by hand.
 RIDGE = 1e-3  # weight of half the squared coefficients; 0.4 % of what a prompt at a rate of 0.5 weighs
 MAX_STEP, MAX_NUM_STEPS, TOLERANCE = 1.0, 100, 1e-9  # of Newton's method, in units of the coefficients
 
@@ -59,11 +60,12 @@ def length_controlled(wins: Sequence[float], differences: Sequence[float]) -> In
         differences: tokens of the answer minus tokens of the baseline's, for each prompt.
 
     Returns:
-        None for fewer than MIN_PROMPTS prompts, or if one model has the longer answer to every prompt: the model would
-        be extrapolated.
+        None for fewer than MIN_PROMPTS prompts, or if one model has the longer answer to nearly every prompt: the
+        model would be extrapolated.
     """
     lengths = np.asarray(differences, dtype=float)
-    if len(lengths) < MIN_PROMPTS or not lengths.min() <= 0 <= lengths.max():
+    fewest = min((lengths <= 0).sum(), (lengths >= 0).sum())
+    if len(lengths) < MIN_PROMPTS or fewest < MIN_SHARE * len(lengths):
         return None
     if len(set(wins)) == 1:
         return wilson(wins[0], len(wins))

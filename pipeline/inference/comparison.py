@@ -260,7 +260,7 @@ def legend(by_name: Mapping[str, Sequence[Summary]]) -> list[str]:
         f"win rate: how often an answer is scored above {first}'s; a tie counts half; in brackets its 95 % "
         f"interval by {method}, n = {number} prompts.",
         "LC win rate: length-controlled, what a logistic model of the wins predicts for answers of equal length; - "
-        f"with fewer than {MIN_PROMPTS} prompts, or if every answer of one model is longer.",
+        f"with fewer than {MIN_PROMPTS} prompts, or if nearly all answers of one model are longer.",
         f"score difference: mean score minus {first}'s, with its 95 % interval over the prompts.",
         f"wins/ties/losses against {first}: {counts}.",
     ]

@@ -187,6 +187,35 @@ def test_an_echo_without_new_tokens_is_the_prompt(client):
     assert reply.choices[0].text == "hello" and reply.choices[0].logprobs is None
 
 
+def test_equal_prompts_of_a_request_get_answers_of_their_own(client):
+    settings = {"model": "random", "temperature": 1, "max_tokens": 12, "seed": 3}
+    texts = [one.text for one in client.completions.create(prompt=["hello"] * 3, **settings).choices]
+    assert len(set(texts)) == 3
+    again = client.completions.create(prompt=["hello"] * 3, **settings)
+    assert [one.text for one in again.choices] == texts
+
+
+def test_offsets_are_those_of_the_tokens_in_the_text(client):
+    reply = client.completions.create(model="random", prompt="hello hello", max_tokens=0, echo=True, logprobs=1)
+    found = reply.choices[0].logprobs
+    assert found.text_offset == [len("".join(found.tokens[:n])) for n in range(len(found.tokens))]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_may_begin_with_the_space_that_a_chat_drops(client, stream):
+    settings = {"model": "speaking", "messages": QUESTION, "temperature": 0, "stop": " H", "stream": stream}
+    reply = client.chat.completions.create(**settings)
+    assert (streamed_text(reply) if stream else reply.choices[0].message.content) == ""
+
+
+def test_null_and_neutral_fields_are_accepted(served):
+    """Clients send fields that are not given as null."""
+    names = ("temperature", "top_p", "n", "seed", "stop", "stream", "logprobs", "tools", "tool_choice", "user")
+    neutral = {"response_format": {"type": "text"}, "store": False, "frequency_penalty": 0, "top_k": -1}
+    body = {"model": "speaking", "messages": QUESTION, "max_tokens": 4} | dict.fromkeys(names) | neutral
+    assert served.post("/v1/chat/completions", **body).status_code == 200
+
+
 # ---- scores, health, metrics ----
 
 
@@ -224,6 +253,10 @@ REFUSED = [
     ({"temperature": -1}, 400, "temperature"),
     ({"temperature": "warm"}, 400, "temperature"),
     ({"top_p": 0}, 400, "top_p"),
+    ({"top_p": 1e-46}, 400, "top_p"),
+    ({"temperature": 1e-39}, 400, "temperature"),
+    ({"top_k": 2**31}, 400, "top_k"),
+    ({"n": 13}, 400, "13 answers in one request, of at most 12; see --max-waiting"),
     ({"n": 17}, 400, "n"),
     ({"stop": ""}, 400, "stop"),
     ({"presence_penalty": 1}, 400, "presence_penalty"),
@@ -250,6 +283,8 @@ def test_a_chat_that_cannot_be_served_is_refused(served, change, status, said):
         ({"logprobs": 5}, "logprobs"),
         ({"stream": True, "echo": True}, "echo"),
         ({"best_of": 3}, "best_of"),
+        ({"prompt": ["a"] * 1000, "echo": True}, "1000 answers in one request"),
+        ({"echo": True, "logprobs": 1, "temperature": 0.5}, "temperature"),
     ],
     ids=str,
 )

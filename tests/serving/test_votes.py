@@ -1,7 +1,9 @@
 """Votes are preference pairs that the stages read, and win rates by hand."""
 
+import io
 import json
 import math
+from pathlib import Path
 
 import pytest
 from support.messages import naming
@@ -12,6 +14,7 @@ from pipeline.data.sources import read_rows
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
 from pipeline.inference.intervals import wilson
+from pipeline.inference.serving import votes as votes_module
 from pipeline.inference.serving.bodies import ApiError, Candidate
 from pipeline.inference.serving.votes import Votes
 
@@ -77,6 +80,67 @@ def test_a_file_of_somebody_else_is_refused(tmp_path, line):
     with pytest.raises(InputError) as error:
         Votes(file)
     assert str(error.value) == naming(f"--votes: {file}:2 is no vote; give another file")
+
+
+def test_votes_for_models_that_are_not_served_are_one_row(tmp_path):
+    """Of two names without a rank, in either order of winning."""
+    votes = Votes(tmp_path / "votes.jsonl")
+    for choice in (0, 1, 0):
+        votes.add(PROMPT, ANSWERS, choice, blind=False)
+    (found,) = votes.summary(["others"])
+    assert (found["models"], found["wins"], found["ties"], found["losses"]) == (("actor", "sft"), 2, 0, 1)
+
+
+def test_a_vote_goes_behind_a_line_without_an_end_and_a_failed_one_leaves_nothing(tmp_path, monkeypatch):
+    file = tmp_path / "votes.jsonl"
+    votes = Votes(file)
+    votes.add(PROMPT, ANSWERS, 0, blind=False)
+    before = file.read_bytes().rstrip()
+    file.write_bytes(before)
+    write = io.FileIO.write
+    monkeypatch.setattr(votes_module.os, "strerror", lambda number: "full")
+    opened = Path.open
+
+    class Full(io.FileIO):
+        def write(self, line):
+            return write(self, line[:20])
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "open", lambda path, mode, buffering=-1: Full(path, "ab+"))
+        with pytest.raises(ApiError, match="not saved: full"):
+            votes.add(PROMPT, ANSWERS, 1, blind=False)
+    assert Path.open is opened and file.read_bytes() == before
+    votes.add(PROMPT, ANSWERS, 1, blind=False)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["chosen"] for row in rows] == ["first", "second"]
+    assert Votes(file).summary(["sft", "actor"])[0]["wins"] == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"\xff\xfe\xff", "cannot be read as UTF-8 text"), (None, "there is no folder")], ids=str
+)
+def test_a_file_that_cannot_be_used_is_told_at_the_start(tmp_path, content, said):
+    file = tmp_path / "votes.jsonl" if content else tmp_path / "missing" / "votes.jsonl"
+    if content:
+        file.write_bytes(content)
+    with pytest.raises(InputError, match=said):
+        Votes(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"answers": [{"model": "random", "text": "a"}, {"model": "random", "text": "b"}]}, "of one model"),
+        ({"answers": [{"model": "random", "text": "a"}, {"model": "none", "text": "b"}]}, "no language model"),
+        ({"answers": [{"model": "random", "text": "a\0"}, {"model": "speaking", "text": "b"}]}, "NUL"),
+    ],
+    ids=str,
+)
+def test_a_vote_that_no_stage_could_use_is_refused(served, change, said):
+    body = {"prompt": [{"role": "user", "content": "hello"}], "choice": 0} | change
+    reply = served.post("/v1/votes", **body)
+    assert reply.status_code in (400, 404) and said in reply.json()["error"]["message"], reply.text
+    assert not list(served.folder.glob("votes*"))
 
 
 def test_votes_by_the_page_are_read_by_the_stages(served):

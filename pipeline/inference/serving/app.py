@@ -6,7 +6,7 @@ import hashlib
 import re
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
@@ -17,85 +17,22 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from pipeline.data.templates import encode_prompt
-from pipeline.data.turns import BadRowError, Turns, check_turns, encoder_of, parse_turns
+from pipeline.data.turns import BadRowError, Turns, check_texts, check_turns, encoder_of, parse_turns
 from pipeline.errors import InputError
-from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
-from pipeline.generation.session import Request as Submitted
 from pipeline.inference.answer_scores import AnswerScorer, score_answers
 from pipeline.inference.serving.bodies import ApiError, ChatBody, CompletionBody, Ids, ScoreBody, VoteBody, parse
 from pipeline.inference.serving.guard import Guard, read_body
-from pipeline.inference.serving.replies import FINISH, Json, Reply, ServedText, echo, event_line
+from pipeline.inference.serving.replies import FINISH, Json, Reply, echo, event_line
+from pipeline.inference.serving.running import Answers
 from pipeline.inference.serving.votes import Votes
-from pipeline.inference.serving.worker import Ended, Failed, Piece, ServedModel, Worker
+from pipeline.inference.serving.worker import Ended, ServedModel, Worker
 
 T = TypeVar("T")
-SCORED_AT_ONCE = 8
-NOT_STORED = {"cache-control": "no-store"}
-
-
-@dataclass(slots=True, eq=False)
-class Answers:
-    """The answers to one request, with the events of all of them in one queue.
-
-    model: the model that gives them.
-    prompts: tokens of each prompt.
-    num_each: answers to each prompt.
-    queued: (number of the answer, event), in the order in which they came.
-    submitted: the requests in the model's session.
-    """
-
-    model: ServedModel
-    prompts: list[list[int]]
-    num_each: int
-    queued: "asyncio.Queue[tuple[int, Piece | Ended | Failed]]" = field(default_factory=asyncio.Queue)
-    submitted: list[Submitted] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        return len(self.prompts) * self.num_each
-
-    def start(self, sampling: Sampling, seed: int, *, continues: bool) -> Callable[[], None]:
-        """Return what submits the requests, on the worker's thread."""
-        loop = asyncio.get_running_loop()
-
-        def submit() -> None:
-            for number in range(self.count):
-                prompt, sample = Prompt.of(self.prompts[number // self.num_each]), number % self.num_each
-
-                def deliver(event: Piece | Ended | Failed, number: int = number) -> None:
-                    loop.call_soon_threadsafe(self.queued.put_nowait, (number, event))
-
-                key = RandomKey(seed, "answer")
-                self.submitted.append(self.model.start(prompt, sampling, key, sample, deliver, continues=continues))
-
-        return submit
-
-    async def events(self) -> AsyncIterator[tuple[int, Piece | Ended]]:
-        """Yield the events until the last answer has ended. Raises ApiError."""
-        num_left = self.count
-        while num_left:
-            number, event = await self.queued.get()
-            if isinstance(event, Failed):
-                raise ApiError(500, event.message, "server_error")
-            num_left -= isinstance(event, Ended)
-            yield number, event
-
-    async def collected(self) -> list[ServedText]:
-        """Return all answers when the last one has ended. Raises ApiError."""
-        texts = [ServedText() for _ in range(self.count)]
-        async for number, event in self.events():
-            if isinstance(event, Ended):
-                texts[number].ended = event
-            else:
-                texts[number].text += event.text
-        return texts
-
-    def withdraw(self) -> None:
-        """Forget all requests, on the worker's thread."""
-        for request in self.submitted:
-            self.model.withdraw(request)
+SCORED_AT_ONCE = 8  # conversations between two steps of the models. Chosen by hand.
+Encode = Callable[[], list[int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +43,7 @@ class Server:
     scorers: reward models by name.
     votes: the file of votes.
     max_answers: answers that may run and wait at a time; a request beyond is answered by 429.
-    num_answers: those that run or wait.
+    active: requests whose answers run or wait.
     statuses: number of responses by method and status.
     """
 
@@ -114,8 +51,13 @@ class Server:
     scorers: Mapping[str, AnswerScorer]
     votes: Votes
     max_answers: int
-    num_answers: int = 0
+    active: set[Answers] = field(default_factory=set)
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that run or wait."""
+        return sum(answers.num_left for answers in self.active)
 
     def app(self, *, hosts: Collection[str], token: str) -> Guard:
         """Return the application, behind its guard."""
@@ -172,7 +114,14 @@ class Server:
 
     async def vote(self, request: Request) -> Response:
         body = parse(VoteBody, await read_body(request))
-        self.votes.add(turns_of(body.prompt, "prompt"), body.answers, body.choice, blind=body.blind)
+        turns = turns_of(body.prompt, "prompt")
+        if len({self.model(one.model).name for one in body.answers}) < 2:
+            raise ApiError(400, "answers: both are of one model")
+        try:
+            check_texts([*(turn.content for turn in turns), *(one.text for one in body.answers)])
+        except BadRowError as error:
+            raise ApiError(400, f"answers: {error}") from None
+        self.votes.add(turns, body.answers, body.choice, blind=body.blind)
         return JSONResponse(self.counted_votes())
 
     def counted_votes(self) -> Json:
@@ -183,47 +132,58 @@ class Server:
     async def chat(self, request: Request) -> Response:
         body = parse(ChatBody, await read_body(request))
         model, turns = self.model(body.model), turns_of(body.messages, "messages")
-        ids = await self.work(lambda: encode_prompt(model.chat_model.tokenizer, turns))
-        answers = Answers(model, [ids], body.n)
-        sampling = body.sampling(new_tokens(answers, body.limit))
-        return await self.answered(request, answers, sampling, Reply(body, model.chat_model, len(ids)))
+        encode = partial(encode_prompt, model.chat_model.tokenizer, turns)
+        return await self.answered(request, Answers(model, 1, body.n), Reply(body, model.chat_model), [encode])
 
     async def complete(self, request: Request) -> Response:
         body = parse(CompletionBody, await read_body(request))
-        model = self.model(body.model)
-        prompts = await self.work(lambda: [encoded(model, prompt) for prompt in body.prompts])
-        answers = Answers(model, prompts, body.n)
-        sampling = body.sampling(new_tokens(answers, body.max_tokens))
-        reply = Reply(body, model.chat_model, sum(map(len, prompts)))
-        if body.echo:  # one prompt at a time: answers that run go on between two
-            reply.echoes = [await self.work(partial(echo, reply, ids)) for ids in prompts]
-        if not body.max_tokens:
-            nothing = ServedText(ended=Ended("limit", [], []))
-            return JSONResponse(reply.whole([nothing] * answers.count))
-        return await self.answered(request, answers, sampling, reply)
+        model, prompts = self.model(body.model), body.prompts
+        encoders = [partial(encoded, model, prompt) for prompt in prompts]
+        answers = Answers(model, len(prompts), body.n)
+        return await self.answered(request, answers, Reply(body, model.chat_model), encoders)
 
-    async def answered(self, request: Request, answers: "Answers", sampling: Sampling, reply: Reply) -> Response:
+    async def answered(self, request: Request, answers: Answers, reply: Reply, encoders: Sequence[Encode]) -> Response:
         """Sample the answers, and send them at once or piece by piece."""
         body = reply.body
         if body.stream and reply.has_log_probs:
             raise ApiError(400, "logprobs: are not streamed")
-        if self.num_answers + answers.count > self.max_answers:
-            raise ApiError(429, f"{self.num_answers} answers run or wait, of at most {self.max_answers}", "busy")
-        seed = secrets.randbelow(2**31) if body.seed is None else body.seed
-        self.num_answers += answers.count
+        self.admit(answers)
         try:
-            await self.work(answers.start(sampling, seed, continues=not reply.is_chat))
+            await unless_gone(request, self.begin(answers, reply, encoders))
+            if body.stream:
+                return AnswerStream(self.streamed(answers, reply), partial(self.finish, answers))
+            content = reply.whole(await unless_gone(request, answers.collected()))
         except BaseException:
             self.finish(answers)
             raise
-        if body.stream:
-            return StreamingResponse(self.streamed(answers, reply), media_type="text/event-stream", headers=NOT_STORED)
-        try:
-            return JSONResponse(reply.whole(await unless_gone(request, answers.collected())))
-        finally:
-            self.finish(answers)
+        self.finish(answers)
+        return JSONResponse(content)
 
-    async def streamed(self, answers: "Answers", reply: Reply) -> AsyncIterator[str]:
+    def admit(self, answers: Answers) -> None:
+        """Count the answers among those that run. Raises ApiError if there is no room for them."""
+        if answers.count > self.max_answers:
+            message = f"{answers.count} answers in one request, of at most {self.max_answers}; see --max-waiting"
+            raise ApiError(400, message)
+        if self.num_answers + answers.count > self.max_answers:
+            raise ApiError(429, f"{self.num_answers} answers run or wait, of at most {self.max_answers}", "busy")
+        self.active.add(answers)
+
+    async def begin(self, answers: Answers, reply: Reply, encoders: Sequence[Encode]) -> None:
+        """Encode the prompts and submit the requests. One call a prompt: answers that run go on between two."""
+        body = reply.body
+        answers.prompts = [await self.encode(encode) for encode in encoders]
+        reply.num_prompt_tokens = sum(map(len, answers.prompts))
+        sampling = body.sampling(new_tokens(answers, body.limit))
+        if isinstance(body, CompletionBody) and body.echo:
+            reply.echoes = [await self.work(partial(echo, reply, ids)) for ids in answers.prompts]
+        if body.limit == 0:
+            for number in range(answers.count):
+                answers.receive(number, Ended("limit", [], []))
+            return
+        seed = secrets.randbelow(2**31) if body.seed is None else body.seed
+        await self.work(answers.submission(sampling, seed, continues=not reply.is_chat))
+
+    async def streamed(self, answers: Answers, reply: Reply) -> AsyncIterator[str]:
         """Yield the lines of a stream. It ends early, with all its requests, if the client has gone."""
         num_tokens = 0
         try:
@@ -239,13 +199,11 @@ class Server:
                 yield event_line(reply.last_chunk(num_tokens))
         except ApiError as error:
             yield event_line(error.content())
-        finally:
-            self.finish(answers)
         yield "data: [DONE]\n\n"
 
-    def finish(self, answers: "Answers") -> None:
-        """Withdraw what has not ended. It does not wait, since the client may have gone."""
-        self.num_answers -= answers.count
+    def finish(self, answers: Answers) -> None:
+        """Withdraw the answers that have not ended. It does not wait, since the client may have gone."""
+        self.active.discard(answers)
         self.worker.call(answers.withdraw)
 
     async def score(self, request: Request) -> Response:
@@ -262,7 +220,8 @@ class Server:
         scores = list[float]()
         for start in range(0, len(rows), SCORED_AT_ONCE):
             some = rows[start : start + SCORED_AT_ONCE]
-            scores += await self.work(partial(score_answers, scorer, some, batch_size=SCORED_AT_ONCE))
+            call = partial(score_answers, scorer, some, batch_size=SCORED_AT_ONCE)
+            scores += await unless_gone(request, self.work(call))
         data = [{"index": number, "score": score} for number, score in enumerate(scores)]
         return JSONResponse({"object": "list", "model": body.model, "data": data})
 
@@ -276,12 +235,34 @@ class Server:
             raise ApiError(404, f"model: no language model {name[:80]!r}; served: {served}", "model_not_found")
         return found_model
 
-    async def work(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on the worker's thread and return its result. Raises ApiError for what it refuses."""
+    async def work(self, call: Callable[[], T]) -> T:
+        """Run a function on the worker's thread and return its result. Raises ApiError for what it refuses."""
         try:
-            return await asyncio.wrap_future(self.worker.call(work))
+            return await asyncio.wrap_future(self.worker.call(call))
+        except InputError as error:
+            raise ApiError(500, str(error), "server_error") from None
+
+    async def encode(self, call: Encode) -> list[int]:
+        """Return the tokens of a prompt. Raises ApiError for a text that the tokenizer or template refuses."""
+        try:
+            return await asyncio.wrap_future(self.worker.call(call))
         except InputError as error:
             raise ApiError(400, str(error)) from None
+
+
+class AnswerStream(StreamingResponse):
+    """A stream of server-sent events; `finish` is called when it has ended in any way."""
+
+    def __init__(self, content: AsyncIterator[str], finish: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._finish = finish
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._finish()
 
 
 async def refusal(request: Request, error: Any) -> Response:
@@ -299,7 +280,7 @@ async def failure(request: Request, error: Exception) -> Response:
 
 
 async def gone(request: Request, error: Exception) -> Response:
-    """Answer a client that has gone; nothing is sent."""
+    """Answer a client that has gone and does not read it."""
     return Response(status_code=499)
 
 
@@ -354,9 +335,9 @@ def new_tokens(answers: Answers, limit: int | None) -> int:
     if not min(map(len, answers.prompts)):
         raise ApiError(400, "prompt: has no token")
     room = answers.model.capacity.max_length - longest
-    if room < (limit or 1):
+    if room < (1 if limit is None else limit):
         raise ApiError(400, f"the prompt has {longest} tokens, which leave room for {max(room, 0)} of an answer")
-    return min(limit or room, answers.model.capacity.max_new_tokens)
+    return min(room if limit is None else limit, answers.model.capacity.max_new_tokens)
 
 
 def page_headers(text: str) -> dict[str, str]:

@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pipeline.generation.rollouts import Sampling
 
-MAX_CHOICES = 16
+MAX_CHOICES = 16  # answers to each prompt. Chosen by hand.
 Ids = list[Annotated[int, Field(ge=0)]]
 B = TypeVar("B", bound=BaseModel)
 
@@ -40,8 +40,8 @@ class SamplingBody(BaseModel):
 
     model: str
     temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, ge=1e-6, le=1)
+    top_k: int = Field(0, ge=-1, lt=2**31)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=0, lt=2**31)
     stop: str | list[str] | None = None
@@ -52,6 +52,20 @@ class SamplingBody(BaseModel):
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
     logit_bias: dict[str, Literal[0]] | None = None
+    store: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """Drop null fields: clients send them for fields that are not given."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    @field_validator("temperature")
+    @classmethod
+    def _divides(cls, value: float) -> float:
+        if 0 < value < 1e-4:
+            raise ValueError("expected 0 or at least 0.0001")
+        return value
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -63,7 +77,7 @@ class SamplingBody(BaseModel):
         texts = self.stop_texts
         if len(texts) > 16 or not all(0 < len(text) <= 1000 for text in texts):
             raise ApiError(400, "stop: expected at most 16 texts of 1 to 1,000 characters")
-        return Sampling(max_new_tokens, self.temperature, self.top_p, self.top_k, texts)
+        return Sampling(max_new_tokens, self.temperature, self.top_p, max(self.top_k, 0), texts)
 
 
 class ChatBody(SamplingBody):
@@ -75,6 +89,9 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: Literal[0] | None = None
     tools: list[Any] | None = Field(None, max_length=0)
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
 
     @property
     def limit(self) -> int | None:
@@ -99,7 +116,14 @@ class CompletionBody(SamplingBody):
             raise ValueError("max_tokens: 0 needs echo")
         if self.stream and self.echo:
             raise ValueError("echo: is not streamed")
+        if self.echo and self.logprobs is not None and self.temperature not in (0, 1):
+            raise ValueError("temperature: expected 0 or 1, at which the log-probabilities of an echo are")
         return self
+
+    @property
+    def limit(self) -> int:
+        """The most tokens of an answer."""
+        return self.max_tokens
 
     @property
     def prompts(self) -> list[str | Ids]:

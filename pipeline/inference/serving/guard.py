@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeline.inference.serving.bodies import ApiError
 
-# Seconds that a client may take to send the head of a request, and its body.
+# Seconds that a client may take to send the head of a request, and its body; bytes of a body. Chosen by hand.
 HEAD_S = 10.0
 BODY_S = 20.0
 MAX_BODY = 2**20
@@ -26,12 +26,20 @@ class TimedProtocol(H11Protocol):
     """HTTP whose connections end if the head of a request takes longer than HEAD_S seconds."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock of the first request; uvicorn's own begins after the first answer."""
+        """Await the head of the first request."""
         super().connection_made(transport)
-        self.loop.call_later(HEAD_S, self._end_without_a_request)
+        self._await_head()
 
-    def _end_without_a_request(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+    def on_response_complete(self) -> None:
+        """Await the head of the next request; uvicorn's own limit ends only connections that are silent."""
+        super().on_response_complete()
+        self._await_head()
+
+    def _await_head(self) -> None:
+        self.loop.call_later(HEAD_S, self._end_without_request, self.cycle)
+
+    def _end_without_request(self, last: object) -> None:
+        if self.cycle is last and not self.transport.is_closing():
             self.transport.close()
 
 
@@ -54,7 +62,8 @@ class Guard:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.statuses[scope["method"], message["status"]] += 1
+                method = scope["method"] if scope["method"] in METHODS else "other"
+                self.statuses[method, message["status"]] += 1
             await send(message)
 
         try:

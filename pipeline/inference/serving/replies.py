@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from pipeline.inference.answers import ChatModel, decode
@@ -62,7 +63,7 @@ class Reply:
 
     body: ChatBody | CompletionBody
     chat_model: ChatModel
-    num_prompt_tokens: int
+    num_prompt_tokens: int = 0
     echoes: Sequence[Echo] = ()
     _id: str = field(default_factory=lambda: secrets.token_hex(12))
     _created: int = field(default_factory=lambda: int(time.time()))
@@ -107,7 +108,7 @@ class Reply:
         shared = {"index": number, "finish_reason": FINISH[ended.reason]}
         if self.is_chat:
             listed = tokens and [
-                {"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []}
+                {"token": token, "logprob": log_prob, "bytes": whole_bytes(token), "top_logprobs": []}
                 for token, log_prob in zip(tokens.tokens, tokens.log_probs, strict=True)
             ]
             content = {"message": {"role": "assistant", "content": text}}
@@ -118,7 +119,7 @@ class Reply:
         return shared | {"text": text, "logprobs": tokens and completion_log_probs(tokens)}
 
     def sampled(self, ended: Ended) -> tuple[list[str], list[float | None], list[dict[str, float] | None]]:
-        """Return the fields of TokenTexts for the tokens of an answer; of other tokens the session keeps no values."""
+        """Return the fields of TokenTexts for an answer; the session retains no values of other tokens."""
         texts = [decode_token(self.chat_model, token) for token in ended.ids]
         return texts, [*ended.log_probs], [{text: value} for text, value in zip(texts, ended.log_probs, strict=True)]
 
@@ -128,6 +129,11 @@ def decode_token(chat_model: ChatModel, token: int) -> str:
     return str(chat_model.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
 
+def whole_bytes(token: str) -> list[int] | None:
+    """Return the bytes of a token's text; None for a part of a character, whose text does not have them."""
+    return None if "\ufffd" in token else list(token.encode())
+
+
 def completion_log_probs(tokens: TokenTexts) -> Json:
     """Return the field `logprobs` of a completion."""
     lengths = [len(text) for text in tokens.tokens]
@@ -135,7 +141,7 @@ def completion_log_probs(tokens: TokenTexts) -> Json:
         "tokens": tokens.tokens,
         "token_logprobs": tokens.log_probs,
         "top_logprobs": tokens.top,
-        "text_offset": [sum(lengths[:n]) for n in range(len(lengths))],
+        "text_offset": list(accumulate(lengths, initial=0))[:-1],
     }
 
 
@@ -157,4 +163,4 @@ def echo(reply: Reply, ids: Sequence[int]) -> Echo:
 
 def event_line(content: Json) -> str:
     """Return a line of a stream of server-sent events."""
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(content)}\n\n"  # in ASCII: clients may end a line at U+2028

@@ -1,7 +1,9 @@
 """Votes on pairs of answers: a file of preference pairs that stages 2 and 3 read, and win rates with intervals."""
 
+import errno
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,8 @@ class Votes:
     def __init__(self, file: Path) -> None:
         """Read earlier votes. Raises InputError for a file with other rows."""
         self.file, self.ties = file, file.with_name(f"{file.stem}.ties{file.suffix}")
+        if not file.parent.is_dir():
+            raise InputError(f"--votes: {file}: there is no folder {file.parent}")
         self._pairs = [pair for each in (self.file, self.ties) for pair in read_pairs(each)]
 
     def add(self, prompt: Turns, answers: Sequence[Candidate], choice: int | None, *, blind: bool) -> None:
@@ -46,8 +50,7 @@ class Votes:
             row |= {"models": (names[choice], names[1 - choice])}
         line = json.dumps(row | {"blind": blind}, ensure_ascii=False) + "\n"
         try:
-            with (self.ties if choice is None else self.file).open("a", encoding="utf-8") as file:
-                file.write(line)
+            append_line(self.ties if choice is None else self.file, line.encode())
         except OSError as error:
             raise ApiError(500, f"{self.file}: the vote is not saved: {error.strerror}", "server_error") from None
         self._pairs.append(Pair((names[0], names[1]), None if choice is None else names[choice]))
@@ -57,7 +60,7 @@ class Votes:
         ranks = {name: rank for rank, name in enumerate(order)}
         counts = dict[tuple[str, str], list[int]]()
         for pair in self._pairs:
-            first, second = sorted(pair.models, key=lambda name: ranks.get(name, -1))
+            first, second = sorted(pair.models, key=lambda name: (ranks.get(name, -1), name))
             won = counts.setdefault((first, second), [0, 0, 0])
             won[1 if pair.winner is None else 0 if pair.winner == second else 2] += 1
         return [shown(models, *won) for models, won in counts.items()]
@@ -65,7 +68,10 @@ class Votes:
 
 def read_pairs(file: Path) -> Iterator[Pair]:
     """Yield the votes of a file; none if there is no such file. Raises InputError."""
-    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n") if file.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--votes: {file}: cannot be read as UTF-8 text: {error}") from None
     for number, line in enumerate(filter(None, lines), start=1):
         try:
             row = json.loads(line)
@@ -73,6 +79,21 @@ def read_pairs(file: Path) -> Iterator[Pair]:
             yield Pair((str(first), str(second)), str(first) if "chosen" in row else None)
         except (ValueError, TypeError, KeyError):
             raise InputError(f"--votes: {file}:{number} is no vote; give another file") from None
+
+
+def append_line(file: Path, line: bytes) -> None:
+    """Append a line in one call, behind a whole line; on an error the file is as before."""
+    with file.open("ab+", buffering=0) as opened:
+        size = opened.seek(0, os.SEEK_END)
+        if size:
+            opened.seek(size - 1)
+            line = line if opened.read(1) == b"\n" else b"\n" + line
+        try:
+            if opened.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            opened.truncate(size)
+            raise
 
 
 def shown(models: tuple[str, str], wins: int, ties: int, losses: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from pipeline.errors import say
+from pipeline.errors import InputError, say
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.generation.session import Capacity, Finished, Reason, Request, Session
 from pipeline.inference.answers import AnswerStreamer, ChatModel
@@ -89,7 +89,7 @@ class ServedModel:
     name: its name in requests.
     chat_model: the model.
     capacity: limits of the session.
-    num_tokens: tokens of the answers that have ended.
+    num_tokens: tokens that were drawn.
     _answers: those that have not.
     _session: the session, once it is open.
     """
@@ -108,36 +108,51 @@ class ServedModel:
             self._session = self.chat_model.sessions().session(self.capacity)
         return self._session
 
+    def open(self) -> None:
+        """Open the session, which allocates its memory. Raises InputError."""
+        _ = self.session
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request runs or waits."""
+        return self._session is None or self._session.is_idle
+
     def start(
         self, prompt: Prompt, sampling: Sampling, key: RandomKey, sample: int, deliver: Deliver, *, continues: bool
     ) -> Request:
         """Submit a request. `continues`: its text continues the prompt, so that white space at its start is kept."""
         text = StoppedText(sampling.stop)
+        has_begun = continues
+
+        def show(certain: str) -> None:
+            nonlocal has_begun
+            if shown := certain if has_begun else certain.lstrip():
+                has_begun = True
+                deliver(Piece(shown))
 
         def emit(piece: str) -> None:
-            if certain := text.add(piece):
-                deliver(Piece(certain))
+            show(text.add(piece))
 
         def deliver_all(event: Piece | Ended | Failed) -> None:
-            if isinstance(event, Ended) and text.waiting:
-                deliver(Piece(text.waiting))
+            if isinstance(event, Ended):
+                show(text.waiting)
             deliver(event)
 
-        context = prompt.ids[-CONTEXT_TOKENS:] if continues else ()
+        streamer = AnswerStreamer(self.chat_model, emit, prompt.ids[-CONTEXT_TOKENS:])
         request = self.session.submit(prompt, sampling, key, sample=sample, streams=True)
-        self._answers[request] = ServedAnswer(deliver_all, AnswerStreamer(self.chat_model, emit, context))
+        self._answers[request] = ServedAnswer(deliver_all, streamer)
         return request
 
     def withdraw(self, request: Request) -> None:
         """Forget a request; one that has ended is forgotten already."""
-        if self._answers.pop(request, None):
-            self.session.withdraw(request)
+        if self._answers.pop(request, None) and self._session:
+            self._session.withdraw(request)
 
     def advance(self) -> None:
-        """Compute the next tokens of the running requests and deliver them. An error ends them all."""
+        """Compute the next tokens of the running requests and deliver them. An error of the model ends them all."""
         try:
             events = self.session.advance()
-        except Exception as error:
+        except BaseException as error:  # of Rust, a tokenizer's panic is no Exception
             lack = "the GPU's memory does not suffice; serve with a lower --max-requests or --max-length"
             message = lack if is_out_of_memory(error) else f"the model failed: {type(error).__name__}: {error}"
             say(f"error: {self.name}: {message}")
@@ -149,15 +164,19 @@ class ServedModel:
         for event in events:
             if (answer := self._answers.get(event.request)) is None:
                 continue  # it was withdrawn
-            if isinstance(event, Finished):
-                del self._answers[event.request]
-                self._end(answer, event)
-            else:
-                answer.streamer.take(event.ids)
+            try:
+                if isinstance(event, Finished):
+                    del self._answers[event.request]
+                    self._end(answer, event)
+                else:
+                    self.num_tokens += len(event.ids)
+                    answer.streamer.take(event.ids)
+            except BaseException as error:
+                self.withdraw(event.request)
+                answer.deliver(Failed(f"its tokens could not be decoded: {type(error).__name__}: {error}"))
 
     def _end(self, answer: ServedAnswer, event: Finished) -> None:
         ids, log_probs = event.ids.tolist(), event.log_probs.tolist()
-        self.num_tokens += len(ids)
         if not event.log_probs.isfinite().all():
             answer.deliver(Failed("the model's logits are not finite"))
             return
@@ -170,7 +189,9 @@ def prompt_log_probs(chat_model: ChatModel, ids: Sequence[int]) -> tuple[list[fl
     """Return for each token but the first its log-probability, and the likeliest token there with its own."""
     device = chat_model.model.device
     tokens = torch.tensor([ids], device=device)
-    logits = chat_model.model(tokens).logits[0, :-1].float()
+    logits = chat_model.model(tokens, use_cache=False).logits[0, :-1].float()
+    if not logits.isfinite().all():
+        raise InputError("the model's logits are not finite")
     likeliest = logits.argmax(-1)
     log_probs, best = (gather_log_probs(logits, chosen).tolist() for chosen in (tokens[0, 1:], likeliest))
     return log_probs, list(zip(likeliest.tolist(), best, strict=True))
@@ -201,10 +222,16 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Run calls as they come, and advance the sessions with requests."""
         while True:
-            if all(model.session.is_idle for model in self.models):
+            if all(model.is_idle for model in self.models):
                 self._calls.get()()
             while not self._calls.empty():
                 self._calls.get()()
             for model in self.models:
-                if not model.session.is_idle:
+                if not model.is_idle:
                     model.advance()
+
+    def open_sessions(self) -> None:
+        """Start the thread and open all sessions, which allocates their memory. Raises InputError."""
+        self.start()
+        for model in self.models:
+            self.call(model.open).result()

@@ -1,0 +1,93 @@
+"""The thread of the models goes on after errors of a model, of its tokenizer, and of its memory."""
+
+import queue
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
+from pipeline.generation.session import Capacity
+from pipeline.inference.answers import AnswerStreamer, load_chat_model
+from pipeline.inference.serving.worker import Ended, Failed, Piece, ServedModel, StoppedText, Worker
+
+ROOM = Capacity(num_slots=2, max_new_tokens=20, max_length=64)
+
+
+class Panic(BaseException):
+    """An error like those of Rust, which are no Exception."""
+
+
+@pytest.fixture
+def model(models) -> ServedModel:
+    return ServedModel("speaking", load_chat_model(str(models / "speaking"), dtype=torch.float32), ROOM)
+
+
+@pytest.fixture
+def worker(model) -> Worker:
+    worker = Worker([model])
+    worker.open_sessions()
+    return worker
+
+
+def answered(worker: Worker, model: ServedModel) -> list[Any]:
+    """The events of a request, to its end."""
+    events: queue.Queue[Any] = queue.Queue()
+    how = (Prompt.of([5, 6, 7]), Sampling(20, 0), RandomKey(1, "answer"), 0, events.put)
+    worker.call(lambda: model.start(*how, continues=False)).result(10)
+    found = [events.get(timeout=10)]
+    while isinstance(found[-1], Piece):
+        found.append(events.get(timeout=10))
+    return found
+
+
+def test_an_error_of_the_model_ends_its_answers_and_the_next_request_is_served(worker, model, monkeypatch):
+    """Also if the session cannot be opened again at once."""
+    with monkeypatch.context() as broken:
+        broken.setattr(type(model.session), "advance", lambda *_: 1 / 0)
+        (event,) = answered(worker, model)
+        assert isinstance(event, Failed) and "ZeroDivisionError" in event.message
+    assert isinstance(answered(worker, model)[-1], Ended)
+    assert worker.is_alive()
+
+
+@pytest.mark.parametrize("error", [ValueError, Panic])
+@pytest.mark.parametrize("method", ["take", "end"])
+def test_an_error_in_decoding_ends_one_answer(worker, model, monkeypatch, error, method):
+    with monkeypatch.context() as broken:
+        broken.setattr(AnswerStreamer, method, lambda *_: (_ for _ in ()).throw(error("bad")))
+        event = answered(worker, model)[-1]
+        assert isinstance(event, Failed) and "bad" in event.message
+    assert isinstance(answered(worker, model)[-1], Ended)
+
+
+def test_a_session_that_cannot_be_opened_ends_the_command(model, monkeypatch):
+    def refuse(self: Any, capacity: Capacity) -> None:
+        raise ValueError("no memory")
+
+    monkeypatch.setattr(type(model.chat_model.sessions()), "session", refuse)
+    with pytest.raises(ValueError, match="no memory"):
+        Worker([model]).open_sessions()
+
+
+def test_calls_are_run_and_their_errors_returned(worker):
+    assert worker.call(lambda: 3).result(10) == 3
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda: 1 / 0).result(10)
+    assert worker.call(lambda: 4).result(10) == 4
+
+
+@pytest.mark.parametrize(
+    ("stop", "pieces", "expected"),
+    [
+        (["end"], ["a e", "n", "d b"], "a "),
+        (["end"], ["a e", "n", "x"], "a enx"),
+        (["bc", "abcd"], ["x", "ab", "cd"], "x"),
+        (["aab"], ["a", "a", "a", "b"], "a"),
+        ([], ["a", "b"], "ab"),
+    ],
+    ids=str,
+)
+def test_a_text_ends_before_its_first_stop_text(stop, pieces, expected):
+    text = StoppedText(stop)
+    assert "".join(text.add(piece) for piece in pieces) + text.waiting == expected
