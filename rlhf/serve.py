@@ -4,6 +4,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,8 @@ def run(argv: list[str], prog: str) -> None:
         raise InputError(f"--model: missing; name a model's folder, for example: {prog} output/actor")
     names = model_names(config.model)
     for path in config.model:
-        (check_reward_model if is_reward_model(path) else check_model_path)(path, "--model")
+        is_scorer = is_reward_model(read_config(Path(path).expanduser()).get("architectures"))
+        (check_reward_model if is_scorer else check_model_path)(path, "--model")
     listener = listening(config.host, config.port)
     try:
         import uvicorn
@@ -83,9 +85,9 @@ def model_names(paths: list[str]) -> list[str]:
     return names
 
 
-def is_reward_model(path: str) -> bool:
-    architectures = read_config(Path(path).expanduser()).get("architectures") or []
-    return any(str(name).endswith("ForSequenceClassification") for name in architectures)
+def is_reward_model(architectures: Sequence[object] | None) -> bool:
+    """Return True if a config.json names a head of scores."""
+    return any(str(name).endswith("ForSequenceClassification") for name in architectures or ())
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -111,11 +113,12 @@ def loaded(config: ServeConfig, names: list[str]) -> "Server":
     from pipeline.inference.serving.app import Server
     from pipeline.inference.serving.votes import Votes
     from pipeline.inference.serving.worker import ServedModel, Worker
+    from pipeline.models.source import ModelSource
 
     dtype, models, scorers = resolve_dtype(config.dtype), [], {}
     votes = Votes(Path(config.votes).expanduser())
     for name, path in zip(names, config.model, strict=True):
-        if is_reward_model(path):
+        if is_reward_model(ModelSource(path).config.architectures):  # of a hub id too
             scorers[name] = load_scorer(path, dtype=dtype)
             continue
         chat_model = load_chat_model(path, dtype=dtype)
