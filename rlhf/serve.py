@@ -1,5 +1,6 @@
 """Serve finished models to a browser and to OpenAI's clients: `rlhf serve output/sft output/actor output/reward`."""
 
+import logging
 import os
 import secrets
 import socket
@@ -73,6 +74,8 @@ def run(argv: list[str], prog: str) -> None:
     show(f"{address}/#token={token}  chat and compare in a browser")
     show(f"{address}/v1  for OpenAI's clients, with that token as API key")
     show("Ctrl-C ends it.")
+    # Answers that Ctrl-C cancels are no errors of the application.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: "CancelledError" not in str(record.exc_info))
     uvicorn.Server(settings).run(sockets=[listener])
 
 

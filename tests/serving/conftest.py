@@ -63,11 +63,16 @@ def started(words: list[str], folder: Path) -> Served:
     """Start `rlhf serve` with these words in `folder`, and wait until it serves."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "rlhf.serve", *words, "--port", "0"]
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout is not None
-    match = re.match(r"(http://\S+)/#token=(\S+) ", line := process.stdout.readline())
-    assert match, line
-    return Served(match[1], match[2], folder, process)
+    printed = ""
+    for line in process.stdout:
+        if match := re.match(r"(http://\S+)/#token=(\S+) ", line):
+            return Served(match[1], match[2], folder, process)
+        printed += line
+    raise AssertionError(printed)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,17 @@
 """The command line of `rlhf serve`, and of `chat.py --serve`."""
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 from support.messages import naming
 
@@ -66,3 +71,22 @@ def test_flags_reach_the_server(models, tmp_path, started_server):
     assert usage["total_tokens"] - usage["prompt_tokens"] == 3 * (40 - usage["prompt_tokens"])
     server.process.terminate()
     assert server.process.wait(30) in (0, 130, 143, -15)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_running_answers_without_a_traceback(models, started_server):
+    server = started_server(["endless"], models)
+    body = {"model": "endless", "messages": [{"role": "user", "content": "a"}], "n": 4}
+
+    def ask() -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            server.post("/v1/chat/completions", **body)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while not server.num_answers:
+        time.sleep(0.1)
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(60) == 130
+    asking.join()
+    assert server.process.stdout is not None and "Traceback" not in server.process.stdout.read()

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import hashlib
+import json
 import re
 import secrets
 from collections import Counter
@@ -94,7 +95,10 @@ class Server:
         """Answer in Prometheus' text format."""
         lines = ["# TYPE rlhf_answers gauge", f"rlhf_answers {self.num_answers}"]
         lines += ["# TYPE rlhf_generated_tokens_total counter"]
-        lines += [f'rlhf_generated_tokens_total{{model="{one.name}"}} {one.num_tokens}' for one in self.worker.models]
+        lines += [
+            f"rlhf_generated_tokens_total{{model={json.dumps(one.name)}}} {one.num_tokens}"
+            for one in self.worker.models
+        ]
         lines += ["# TYPE rlhf_responses_total counter"]
         counts = self.statuses.items()
         lines += [f'rlhf_responses_total{{method="{name}",status="{status}"}} {n}' for (name, status), n in counts]
