@@ -76,7 +76,10 @@ def run(argv: list[str], prog: str) -> None:
     show("Ctrl-C ends it.")
     # Answers that Ctrl-C cancels are no errors of the application.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "CancelledError" not in str(record.exc_info))
-    uvicorn.Server(settings).run(sockets=[listener])
+    try:
+        uvicorn.Server(settings).run(sockets=[listener])
+    finally:
+        server.worker.end()
 
 
 def model_names(paths: list[str]) -> list[str]:

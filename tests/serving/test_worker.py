@@ -70,6 +70,13 @@ def test_a_session_that_cannot_be_opened_ends_the_command(model, monkeypatch):
         Worker([model]).open_sessions()
 
 
+def test_the_thread_ends_in_the_middle_of_an_answer(worker, model):
+    how = (Prompt.of([5, 6, 7]), Sampling(20, 0), RandomKey(1, "answer"), 0, lambda event: None)
+    worker.call(lambda: model.start(*how, continues=False)).result(10)
+    worker.end()
+    assert not worker.is_alive()
+
+
 def test_calls_are_run_and_their_errors_returned(worker):
     assert worker.call(lambda: 3).result(10) == 3
     with pytest.raises(ZeroDivisionError):

@@ -203,6 +203,7 @@ class Worker(threading.Thread):
     def __init__(self, models: Sequence[ServedModel]) -> None:
         super().__init__(name="models", daemon=True)
         self.models = models
+        self._ends = False
         self._calls = queue.SimpleQueue[Callable[[], None]]()
 
     def call(self, work: Callable[[], T]) -> Future[T]:
@@ -221,7 +222,7 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         """Run calls as they come, and advance the sessions with requests."""
-        while True:
+        while not self._ends:
             if all(model.is_idle for model in self.models):
                 self._calls.get()()
             while not self._calls.empty():
@@ -229,6 +230,12 @@ class Worker(threading.Thread):
             for model in self.models:
                 if not model.is_idle:
                     model.advance()
+
+    def end(self) -> None:
+        """End the thread after its step: a process that exits in the middle of one may abort."""
+        self._ends = True
+        self.call(lambda: None)
+        self.join()
 
     def open_sessions(self) -> None:
         """Start the thread and open all sessions, which allocates their memory. Raises InputError."""
