@@ -19,6 +19,7 @@ def test_the_wheel_holds_all_packages_their_data_and_nothing_else(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     data = [*(ROOT / "launch").rglob("*.sh"), *(ROOT / "launch").rglob("*.yaml"), ROOT / "launch" / "hostfile.example"]
     data += [ROOT / "launch" / "slurm.sbatch", ROOT / "pipeline" / "inference" / "prompts.json"]
+    data += [ROOT / "pipeline" / "inference" / "serving" / "page.html"]
     data += [*(ROOT / "pipeline").glob("*/templates/*")]
     assert held == {relative(path) for path in [*source_files(*PACKAGES), *data]}
 
