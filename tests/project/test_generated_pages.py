@@ -36,7 +36,7 @@ FOREIGN_PAGES = ("docs/coming_from/trl.md", "docs/coming_from/openrlhf_verl.md",
 FOREIGN = {
     "no-deps", "wheel-dir", "upgrade", "index-url", "version", "served-model-name", "outfile", "logdir",
     "enable-lora", "lora-modules", "max-lora-rank", "FLAG", "nproc_per_node", "module", "nodes", "autotuning",
-    "gpus-per-node", "partition", "account", "time",
+    "gpus-per-node", "partition", "account", "time", "serve",
 }  # fmt: skip
 
 
