@@ -55,6 +55,22 @@ def append_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append a row to JSON lines in one call, behind a whole line; on an error the file is as before."""
+    line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        try:
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON to `path` atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -1,6 +1,5 @@
 """Chat with a model: `rlhf chat output/actor`. For one question from a pipe, stdout has only the reply."""
 
-import json
 import secrets
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from rich.text import Text
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.errors import InputError, RunError, counted, nearest, printable, say, takes_escapes
-from pipeline.files import refused_by_disk
+from pipeline.files import append_row, refused_by_disk
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.run.entry import command, command_flags
@@ -188,11 +187,8 @@ class Shell:
             raise InputError(f"/save: {name}: {error}") from None
         if "\0" in name or path.suffix != ".jsonl" or (path.exists() and not path.is_file()):
             raise InputError(f"/save: got {name!r}, expected a file that ends in .jsonl, new or with rows to append to")
-        row = json.dumps({"messages": self.conversation.messages}, ensure_ascii=False)
-        with refused_by_disk(path), path.open("a+b") as file:
-            file.seek(max(file.tell() - 1, 0))
-            break_before = "" if file.read() in (b"", b"\n") else "\n"
-            file.write(f"{break_before}{row}\n".encode())
+        with refused_by_disk(path):
+            append_row(path, {"messages": self.conversation.messages})
         self.note(f"{counted(len(self.conversation.messages), 'message')} appended to {path} as one row")
 
     def set(self, assignment: str) -> None:

@@ -5,14 +5,13 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.errors import EnvironmentFault, InputError, show
-from pipeline.models.paths import check_model_path, check_reward_model, last_part, read_config
+from pipeline.models.paths import check_model_path, check_reward_model, gives_scores, last_part, read_config
 from pipeline.run.entry import command, command_flags
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def run(argv: list[str], prog: str) -> None:
         raise InputError(f"--model: missing; name a model's folder, for example: {prog} output/actor")
     names = model_names(config.model)
     for path in config.model:
-        is_scorer = is_reward_model(read_config(Path(path).expanduser()).get("architectures"))
+        is_scorer = gives_scores(read_config(Path(path).expanduser()).get("architectures") or ())
         (check_reward_model if is_scorer else check_model_path)(path, "--model")
     listener = listening(config.host, config.port)
     try:
@@ -91,11 +90,6 @@ def model_names(paths: list[str]) -> list[str]:
     return names
 
 
-def is_reward_model(architectures: Sequence[object] | None) -> bool:
-    """Return True if a config.json names a head of scores."""
-    return any(str(name).endswith("ForSequenceClassification") for name in architectures or ())
-
-
 def listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens, before any weight is read. Raises InputError."""
     if not host:
@@ -124,7 +118,7 @@ def loaded(config: ServeConfig, names: list[str]) -> "Server":
     dtype, models, scorers = resolve_dtype(config.dtype), [], {}
     votes = Votes(Path(config.votes).expanduser())
     for name, path in zip(names, config.model, strict=True):
-        if is_reward_model(ModelSource(path).config.architectures):  # of a hub id too
+        if gives_scores(ModelSource(path).config.architectures or ()):  # of a hub id too
             scorers[name] = load_scorer(path, dtype=dtype)
             continue
         chat_model = load_chat_model(path, dtype=dtype)

@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def check_language_model(path: str, flag: str = "") -> None:
     """Check as `check_model_path`, and refuse a folder whose config.json names a reward model."""
     check_model_path(path, flag)
     architectures = read_config(Path(path).expanduser()).get("architectures") or []
-    if any(str(name).endswith("ForSequenceClassification") for name in architectures):
+    if gives_scores(architectures):
         raise InputError(f"{at_flag(flag)}{path} is a reward model ({architectures[0]}): it gives scores, no text")
 
 
@@ -58,10 +58,15 @@ def check_reward_model(path: str, flag: str = "") -> None:
             raise InputError(f"{at_flag(flag)}{path} holds no safetensors; a pickle (.bin) is not read here")
 
 
+def gives_scores(architectures: Iterable[object]) -> bool:
+    """Return True if the architectures of a config.json name a head of scores."""
+    return any(str(name).endswith("ForSequenceClassification") for name in architectures)
+
+
 def check_reward_config(config: Mapping[str, Any], where: str) -> None:
     """Raise InputError for a config.json of a model that gives no score, or several, or none that can be normalised."""
     architectures = config.get("architectures") or []
-    if not any(str(name).endswith("ForSequenceClassification") for name in architectures):
+    if not gives_scores(architectures):
         names = ", ".join(map(str, architectures)) or "config.json names no architecture"
         raise InputError(f"{where} has no reward head ({names}); give the output of stage 2")
     # transformers leaves its default, two labels, out of the file.

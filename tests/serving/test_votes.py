@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from pipeline.data.sources import read_rows
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
 from pipeline.inference.intervals import wilson
-from pipeline.inference.serving import votes as votes_module
 from pipeline.inference.serving.bodies import ApiError, Candidate
 from pipeline.inference.serving.votes import Votes
 
@@ -98,7 +98,7 @@ def test_a_vote_goes_behind_a_line_without_an_end_and_a_failed_one_leaves_nothin
     before = file.read_bytes().rstrip()
     file.write_bytes(before)
     write = io.FileIO.write
-    monkeypatch.setattr(votes_module.os, "strerror", lambda number: "full")
+    monkeypatch.setattr(os, "strerror", lambda number: "full")
     opened = Path.open
 
     class Full(io.FileIO):

@@ -175,7 +175,7 @@ class Server:
     async def begin(self, answers: Answers, reply: Reply, encoders: Sequence[Encode]) -> None:
         """Encode the prompts and submit the requests. One call a prompt: answers that run go on between two."""
         body = reply.body
-        answers.prompts = [await self.encode(encode) for encode in encoders]
+        answers.prompts = [await self.work(encode, status=400) for encode in encoders]
         reply.num_prompt_tokens = sum(map(len, answers.prompts))
         sampling = body.sampling(new_tokens(answers, body.limit))
         if isinstance(body, CompletionBody) and body.echo:
@@ -239,19 +239,17 @@ class Server:
             raise ApiError(404, f"model: no language model {name[:80]!r}; served: {served}", "model_not_found")
         return found_model
 
-    async def work(self, call: Callable[[], T]) -> T:
-        """Run a function on the worker's thread and return its result. Raises ApiError for what it refuses."""
-        try:
-            return await asyncio.wrap_future(self.worker.call(call))
-        except InputError as error:
-            raise ApiError(500, str(error), "server_error") from None
+    async def work(self, call: Callable[[], T], *, status: int = 500) -> T:
+        """Run a function on the worker's thread and return its result.
 
-    async def encode(self, call: Encode) -> list[int]:
-        """Return the tokens of a prompt. Raises ApiError for a text that the tokenizer or template refuses."""
+        Raises:
+            ApiError: it refuses its input, answered by `status`: 400 if that is what the client sent.
+        """
         try:
             return await asyncio.wrap_future(self.worker.call(call))
         except InputError as error:
-            raise ApiError(400, str(error)) from None
+            code = "server_error" if status == 500 else "invalid_request_error"
+            raise ApiError(status, str(error), code) from None
 
 
 class AnswerStream(StreamingResponse):

@@ -1,9 +1,7 @@
 """Votes on pairs of answers: a file of preference pairs that stages 2 and 3 read, and win rates with intervals."""
 
-import errno
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
+from pipeline.files import append_row
 from pipeline.inference.intervals import Z_95, wilson
 from pipeline.inference.serving.bodies import ApiError, Candidate
 
@@ -48,9 +47,8 @@ class Votes:
         else:
             row |= {"chosen": texts[choice], "rejected": texts[1 - choice]}
             row |= {"models": (names[choice], names[1 - choice])}
-        line = json.dumps(row | {"blind": blind}, ensure_ascii=False) + "\n"
         try:
-            append_line(self.ties if choice is None else self.file, line.encode())
+            append_row(self.ties if choice is None else self.file, row | {"blind": blind})
         except OSError as error:
             raise ApiError(500, f"{self.file}: the vote is not saved: {error.strerror}", "server_error") from None
         self._pairs.append(Pair((names[0], names[1]), None if choice is None else names[choice]))
@@ -79,21 +77,6 @@ def read_pairs(file: Path) -> Iterator[Pair]:
             yield Pair((str(first), str(second)), str(first) if "chosen" in row else None)
         except (ValueError, TypeError, KeyError):
             raise InputError(f"--votes: {file}:{number} is no vote; give another file") from None
-
-
-def append_line(file: Path, line: bytes) -> None:
-    """Append a line in one call, behind a whole line; on an error the file is as before."""
-    with file.open("ab+", buffering=0) as opened:
-        size = opened.seek(0, os.SEEK_END)
-        if size:
-            opened.seek(size - 1)
-            line = line if opened.read(1) == b"\n" else b"\n" + line
-        try:
-            if opened.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            opened.truncate(size)
-            raise
 
 
 def shown(models: tuple[str, str], wins: int, ties: int, losses: int) -> dict[str, Any]:
