@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.kernels.divergences import Divergence, divergences
 from pipeline.kernels.token_statistics import LogitScaling, token_statistics
 from pipeline.models.forward.hidden_states import hidden_states
-from pipeline.models.loading import WrappedModel, base_model
+from pipeline.models.loading import WrappedModel, base_model, uses_gradient_checkpointing
 
 # Logits of one piece of the head: large enough for efficient matrix products, small compared with activations.
 PIECE_BYTES = 512 * 2**20
@@ -112,6 +112,14 @@ class CausalLM(WrappedModel):
         row_bytes = self.config.vocab_size * ROW_TOKENS * next(self.model.parameters()).element_size()
         return -(-rows // max(1, PIECE_BYTES // row_bytes))
 
+    def _recomputes(self, comparison: Comparison | None) -> bool:
+        """Tell whether a backward pass computes the logits of each piece again instead of storing those of all.
+
+        Without gradient checkpointing the logits of a row are small beside the activations of its layers; with it,
+        they are several times as large.
+        """
+        return torch.is_grad_enabled() and (comparison is not None or uses_gradient_checkpointing(self.model))
+
     def _in_pieces(
         self,
         hidden: torch.Tensor,
@@ -125,8 +133,7 @@ class CausalLM(WrappedModel):
         """Map (M, H) hidden states and (M,) targets to statistics (M,), piece by piece."""
         if num_pieces == 1:
             return self.head(hidden, targets, scaling, with_entropy, comparison)
-        # Logits are not saved for the backward pass: each piece recomputes them.
-        head = partial(checkpoint, self.head, use_reentrant=False) if torch.is_grad_enabled() else self.head
+        head = partial(checkpoint, self.head, use_reentrant=False) if self._recomputes(comparison) else self.head
         pairs = zip(hidden.tensor_split(num_pieces), targets.tensor_split(num_pieces), strict=True)
         others: list[Comparison | None] = [None] * num_pieces
         if comparison is not None:
