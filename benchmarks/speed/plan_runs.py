@@ -4,7 +4,7 @@
 makes the runs, several at a time where their planned memory allows; `table PLANNED MEASURED` prints both as
 Markdown, and how near the phases are. Both files are compressed JSON lines (`.jsonl.bz2`), one for each run.
 Runs marked held-out are of models and numbers of GPUs that no constant of the planner knows. Runs that have their GPUs
-to themselves are compared in their times, too.
+to themselves are compared in their times, too. `--list stored` behind all words takes the runs that store their logits.
 """
 
 import os
@@ -30,9 +30,9 @@ from benchmarks.speed.jobs import (
     run_logged,
     showing,
 )
-from benchmarks.speed.planned import PlannerOfThen, Run, buckets_of_then, peak_summary, planner_of
+from benchmarks.speed.planned import PlannerOfThen, PlannerWithoutLogits, Run, buckets_of_then, peak_summary, planner_of
 from benchmarks.speed.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
-from benchmarks.speed.run_list import RUNS, TIMED_STEPS, PlannedRun
+from benchmarks.speed.run_list import LISTS, RUNS, TIMED_STEPS, PlannedRun
 from demo.make import make_data
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
@@ -62,17 +62,18 @@ def shapes_of(run: PlannedRun) -> list[tuple[str, bool]]:
 
 def planner_for(run: PlannedRun) -> tuple[StagePlanner, Any]:
     """Return the planner of a run, on so many H200s, and its settings."""
-    planner = PlannerOfThen if run.kernels_of_then else StagePlanner
+    before = PlannerOfThen if run.kernels_of_then else PlannerWithoutLogits
+    planner = StagePlanner if run.stores_logits else before
     return planner_of(run.section, run.words, f"{run.gpus}xH200", planner, large_buckets=not run.chooses)
 
 
-def plan(file: Path) -> None:
+def plan(file: Path, runs: Sequence[PlannedRun] = RUNS) -> None:
     """Write the planned GiB of each run's phases, and the seconds of those that are timed.
 
     A plan that the file has stays as it is: its run may have been made since.
     """
     planned = read_peaks(file)
-    for run in (run for run in RUNS if run.name not in planned):
+    for run in (run for run in runs if run.name not in planned):
         planner, resolved = planner_for(run)
         memory = planner.memory(resolved)
         planned[run.name] = {phase: round(peak.total / GIB, 3) for phase, peak in memory.phases.items()}
@@ -88,11 +89,24 @@ def make_inputs(folder: Path, runs: Sequence[PlannedRun]) -> None:
         make_prompts(folder / "prompts.jsonl", TIMED_STEPS * LARGEST_ROLLOUT, words=500)
         make_pairs(folder / "sft.jsonl", 400, prompt_words=9, responses=(LONGEST_ROW, LONGEST_ROW))
         make_pairs(folder / "pairs.jsonl", 400, prompt_words=1000, responses=(60, 60))
+    for run in runs:
+        if words := response_words(run):
+            make_pairs(folder / f"pairs-{words}.jsonl", 400, prompt_words=1000, responses=(words, words))
     tokenizer = make_full_tokenizer(folder, {shape for run in RUNS for shape, _ in shapes_of(run)})
     for shape, scores in sorted({model for run in runs for model in shapes_of(run)}):
         model = folder / folder_name(shape, scores)
         if not (model / "tokenizer.json").exists():
             make_model(model, shape, tokenizer, scores=scores)
+
+
+def response_words(run: PlannedRun) -> int:
+    """Return the words of each response of a run whose pairs are nearly all response, since its logits are stored.
+
+    A word has 4.9 tokens; 0: the run reads other rows.
+    """
+    words = run.words.split()
+    is_preferred = run.stores_logits and run.section == "dpo"
+    return int(0.85 * int(words[words.index("--max_seq_len") + 1]) / 4.9) if is_preferred else 0
 
 
 def folder_name(shape: str, scores: bool) -> str:
@@ -105,7 +119,8 @@ def run_words(run: PlannedRun, inputs: Path) -> list[object]:
     for n, word in enumerate(words[:-1]):
         if str(word).endswith("model_name_or_path"):
             words[n + 1] = inputs / folder_name(str(words[n + 1]), scores=str(word).startswith(SCORING))
-    rows = {"sft": "sft", "ppo": "prompts"}.get(run.section, "pairs")
+    responses = response_words(run)
+    rows = f"pairs-{responses}" if responses else {"sft": "sft", "ppo": "prompts"}.get(run.section, "pairs")
     shared = {"data_path": inputs / f"{rows}.jsonl", "data_output_path": inputs / "cache", "max_steps": run.steps}
     words += [*flags(shared), *NO_HELD_OUT]
     return [*words, *([] if run.chooses else assumed(run, words))]
@@ -119,7 +134,7 @@ def assumed(run: PlannedRun, words: Sequence[object]) -> list[object]:
     return flags({name: str(value).lower() for name, value in left.items()} | {"deepspeed_config": buckets_of_then()})
 
 
-def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:
+def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "", *, runs: Sequence[PlannedRun] = RUNS) -> None:
     """Make the runs whose names contain `only`, and add the highest GiB of their phases to `file`.
 
     A run that ran out of memory beside others and halved its micro-batch is another run: it is not written.
@@ -127,7 +142,7 @@ def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:
     import torch
 
     inputs, measured = file.parent / "plan-inputs", read_peaks(file)
-    waiting = [run for run in RUNS if run.gpus <= num_gpus and only in run.name and run.name not in measured]
+    waiting = [run for run in runs if run.gpus <= num_gpus and only in run.name and run.name not in measured]
     make_inputs(inputs, waiting)
     torch.cuda.empty_cache()
     whole = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -208,13 +223,13 @@ def verdict(expected: float, value: float) -> str:
     return "yes" if abs(expected - value) <= max(1.0, 0.05 * value) else "NO"
 
 
-def table(planned: Peaks, measured: Peaks) -> list[str]:
+def table(planned: Peaks, measured: Peaks, runs: Sequence[PlannedRun] = RUNS) -> list[str]:
     """Return the lines of the table in Markdown: each measured phase of each run, held-out runs marked.
 
     A phase that was planned again after it was measured is no evidence: it says what its first plan was.
     """
     lines = ["| run | GPUs | phase | planned | measured | difference | within |", "|---|---|---|---|---|---|---|"]
-    for run in RUNS:
+    for run in runs:
         name = f"{run.name} (held out)" if run.held_out else run.name
         if run.name not in measured:
             worst, gib = max(peaks_in(planned[run.name]).items(), key=lambda peak: peak[1])
@@ -229,10 +244,10 @@ def table(planned: Peaks, measured: Peaks) -> list[str]:
     return lines
 
 
-def time_table(planned: Peaks, measured: Peaks) -> list[str]:
+def time_table(planned: Peaks, measured: Peaks, runs: Sequence[PlannedRun] = RUNS) -> list[str]:
     """Return the lines of the table of times in Markdown: each phase of the runs that were alone on their GPUs."""
     lines = ["| run | GPUs | phase | planned | measured | difference |", "|---|---|---|---|---|---|"]
-    for run in filter(lambda run: run.alone, RUNS):
+    for run in filter(lambda run: run.alone, runs):
         for name in TIMES:
             if (value := measured.get(run.name, {}).get(name)) is not None:
                 expected = planned[run.name][name]
@@ -253,18 +268,22 @@ def alone_runs(measured: Peaks) -> list[Run]:
 
 def main() -> None:
     """Plan, measure, or print the tables; a command with too few words is answered with all three."""
-    if len(sys.argv) < {"plan": 3, "measure": 5, "table": 4}.get(" ".join(sys.argv[1:2]), sys.maxsize):
+    words, runs = sys.argv[1:], RUNS
+    if words[-2:-1] == ["--list"]:
+        *words, _, name = words
+        runs = LISTS[name]
+    if len(words) < {"plan": 2, "measure": 4, "table": 3}.get(" ".join(words[:1]), sys.maxsize):
         sys.exit(__doc__)
-    command, file = sys.argv[1], Path(sys.argv[2])
+    command, file = words[0], Path(words[1])
     if command == "plan":
-        plan(file)
+        plan(file, runs)
         return
-    planned, measured = read_peaks(file), Path(sys.argv[3])
+    planned, measured = read_peaks(file), Path(words[2])
     if command == "measure":
-        measure(measured, planned, int(sys.argv[4]), *sys.argv[5:])
+        measure(measured, planned, int(words[3]), *words[4:], runs=runs)
     found = read_peaks(measured)
-    lines = table(planned, found)
-    print(*lines, "", *peak_summary(lines), "", *time_table(planned, found), sep="\n")
+    lines = table(planned, found, runs)
+    print(*lines, "", *peak_summary(lines), "", *time_table(planned, found, runs), sep="\n")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ class PlannedRun:
     alone: nothing else is on its GPUs, and its times are compared. A run whose memory decides whether it keeps its KV
         cache has to be.
     kernels_of_then: it is planned with the kernels of the first runs, see planned.py.
+    stores_logits: it is planned as runs are now, else as those before November 30, 2026, see planned.py.
     chooses: it takes what the plan chooses (choices.py); else the defaults of flags that are `auto`.
     """
 
@@ -33,6 +34,7 @@ class PlannedRun:
     held_out: bool = False
     alone: bool = False
     kernels_of_then: bool = True
+    stores_logits: bool = False
     chooses: bool = False
 
     @property
@@ -230,3 +232,58 @@ RUNS = (
     *METHODS,
     *PREFERENCES,
 )  # fmt: skip
+
+
+def stored(run: PlannedRun, *, alone: bool = False) -> PlannedRun:
+    """A run whose backward passes store the logits of all pieces, unless it checkpoints its activations."""
+    return replace(run, kernels_of_then=False, stores_logits=True, alone=alone)
+
+
+def all_weights(model: str, zero_stage: int, rest: str = "") -> str:
+    return f"--model_name_or_path {model} --zero_stage {zero_stage} {rest}"
+
+
+# Planned before any of them was run, in lengths, batches and groups that no run before had.
+STORED = (
+    stored(held_out("SFT, Qwen2.5-1.5B, ZeRO-0, 9 rows of 704", "sft", all_weights("qwen2.5-1.5b", 0), rows="9 2",
+                    lengths="704"), alone=True),
+    stored(held_out("SFT, Qwen3-0.6B, ZeRO-2, 22 rows of 576", "sft", all_weights("qwen3-0.6b", 2), rows="22 1",
+                    lengths="576")),
+    stored(held_out("SFT, Llama-3-1B, ZeRO-3, 7 rows of 1,216", "sft", all_weights("llama-3-1b", 3), rows="7 3",
+                    lengths="1216")),
+    stored(held_out("SFT, Llama-3-8B LoRA 48, ZeRO-0, 3 rows of 1,472", "sft",
+                    all_weights("llama-3-8b", 0, "--lora_dim 48 --save_adapter_only true"), rows="3 4",
+                    lengths="1472"), alone=True),
+    stored(held_out("SFT, OLMo-2-1B, ZeRO-1, checkpointing, 11 rows of 832", "sft",
+                    all_weights("olmo2-1b", 1, "--gradient_checkpointing true"), rows="11 2", lengths="832")),
+    stored(held_out("DPO, Qwen2.5-1.5B, ZeRO-2, 7 pairs of 544", "dpo", all_weights("qwen2.5-1.5b", 2), rows="7 4",
+                    lengths="544"), alone=True),
+    stored(held_out("DPO, Llama-3-1B, ZeRO-0, 6 pairs of 736", "dpo", all_weights("llama-3-1b", 0), rows="6 3",
+                    lengths="736")),
+    stored(held_out("IPO, Qwen3-1.7B LoRA 24, ZeRO-2, 5 pairs of 864", "dpo",
+                    all_weights("qwen3-1.7b", 2, "--method ipo --lora_dim 24"), rows="5 2", lengths="864")),
+    stored(held_out("KTO, Qwen2.5-0.5B, ZeRO-1, 26 rows of 416", "dpo",
+                    all_weights("qwen2.5-0.5b", 1, "--method kto"), rows="26 2", lengths="416")),
+    stored(by_method("grpo", "Qwen2.5-1.5B, ZeRO-2, 4 samples of 11 prompts, 96 + 672",
+                     "--actor_model_name_or_path qwen2.5-1.5b --actor_zero_stage 2 --num_samples_per_prompt 4",
+                     rows="11 11 4", lengths="96 672"), alone=True),
+    stored(by_method("grpo", "Llama-3-1B LoRA 40, ZeRO-0, 5 samples of 8 prompts, 160 + 800",
+                     "--actor_model_name_or_path llama-3-1b --actor_zero_stage 0 --actor_lora_dim 40 "
+                     "--num_samples_per_prompt 5", rows="8 8 5", lengths="160 800")),
+    stored(by_method("rloo", "Qwen3-0.6B, ZeRO-3, 3 samples of 20 prompts, 224 + 416",
+                     "--actor_model_name_or_path qwen3-0.6b --actor_zero_stage 3 --num_samples_per_prompt 3",
+                     rows="20 15 4", lengths="224 416")),
+    stored(by_method("ppo", "Llama-3-1B, its critic made of it, ZeRO-2, 44 rows of 352 + 224",
+                     "--actor_model_name_or_path llama-3-1b --actor_zero_stage 2 --critic_zero_stage 2",
+                     rows="44 11 4", lengths="352 224")),
+    stored(by_method("ppo", "Qwen2.5-0.5B LoRA 96 and Pythia-410M, ZeRO-1, 52 rows of 288 + 608",
+                     of_two("qwen2.5-0.5b", "pythia-410m", 1, "--actor_lora_dim 96"), rows="52 13 4",
+                     lengths="288 608")),
+    stored(by_method("reinforce_pp", "OLMo-2-1B, ZeRO-1, 38 rows of 480 + 288",
+                     "--actor_model_name_or_path olmo2-1b --actor_zero_stage 1", rows="38 19 2", lengths="480 288")),
+    stored(by_method("rloo", "Mistral-7B LoRA 12, ZeRO-0, checkpointing, 2 samples of 17 prompts, 416 + 352",
+                     "--actor_model_name_or_path mistral-7b --actor_zero_stage 0 --actor_lora_dim 12 "
+                     "--actor_gradient_checkpointing true --save_adapter_only true --num_samples_per_prompt 2",
+                     rows="17 17 2", lengths="416 352")),
+)  # fmt: skip
+LISTS = {"memory": RUNS, "stored": STORED}
