@@ -16,7 +16,6 @@ FOLDERS = {"sample": "rewards.", "reward": "rewards."} | dict.fromkeys(("convert
 SUBCOMMANDS = {
     "init": "write a commented YAML file of flags for a model and data",
     "train": "run SFT (1), a reward model (2), PPO, GRPO, DPO and others (3)",
-    "plan": "list the fewest GPUs of each card on which a run fits; start nothing",
     "chat": "chat with a model",
     "serve": "chat and compare in a browser; OpenAI's HTTP interface",
     "compare": "answer the same prompts with several models, side by side",
