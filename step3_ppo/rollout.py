@@ -105,7 +105,7 @@ class Schedule:
     def is_done(self, *, step: int, position: int) -> bool:
         """Return True if the run ends: after `--max-steps`, else after its epochs.
 
-        Rollouts that `--approx-kl-stop` ended early count like others.
+        Rollouts whose last steps are padding, and are not taken, count like others.
 
         Args:
             position: position of the next rollout's first prompt in the order of all epochs.

@@ -81,7 +81,7 @@ def train(run: Run, config: PPOConfig) -> None:
                 if update is not None:
                     log_update(ppo, rollout, update, state, control)
                 state.update += 1
-                if state.update == len(rollout.minibatches.steps) or moved_too_far(ppo, update):
+                if state.update == len(rollout.minibatches.steps):
                     adapt_kl(ppo, rollout, state)  # 6. the KL coefficient follows its target
                     state.finish_rollout()
                     rollout = None
@@ -252,12 +252,6 @@ def note_skipped(ppo: PPO, rollout: Collected, update: Update, state: State) -> 
     cause = "loss or gradient not finite" if update.size.num_trained else "no finite reward"
     prompts, ids = rows.row_index.tolist(), [rows.sequences]
     note_skipped_step(ppo.run, state, rows=prompts, input_ids=ids, cause=cause)
-
-
-def moved_too_far(ppo: PPO, update: Update | None) -> bool:
-    """Return True if the policy has moved further than `--approx-kl-stop` allows within this rollout."""
-    limit, moved = ppo.config.ppo.approx_kl_stop, update.metrics.get("policy/approx_kl", 0.0) if update else 0.0
-    return limit > 0 and math.isfinite(moved) and moved > limit
 
 
 def adapt_kl(ppo: PPO, rollout: Collected, state: State) -> None:

@@ -14,6 +14,7 @@ from step3_ppo.flags.methods import METHODS, MethodName
 # The last commit with VAPO's pieces and the veto of off-policy responses.
 LAST_WITH_VAPO = "f693daee"
 GAINED_NOTHING = "it gained nothing when it was measured"
+KL_STOP = Removed(0.0, "3ce830e6", "give fewer --ppo-epochs, or your own loss by --policy-loss FILE.py:NAME")
 POLICY_LOSSES = ("clipped", "cispo")  # the built-in ones
 CISPO = "--policy-loss cispo"
 Estimator = Literal["k1", "k2", "k3"]
@@ -126,7 +127,9 @@ class PPOCoefficients(Group):
         "How rewards become advantages: ppo trains a critic; grpo and rloo compare the responses to a prompt; "
         "reinforce_pp compares those of a batch; distill follows the log-probabilities of a teacher",
     )
-    ppo_epochs: int = flag(1, "Passes over each rollout", ge=1, other_tools="num_ppo_epochs")
+    ppo_epochs: int = flag(
+        1, "Passes over each rollout", ge=1, other_tools="num_ppo_epochs", removed={"approx_kl_stop": KL_STOP}
+    )
     policy_loss: str = flag(
         "clipped",
         "PPO's clipped loss; cispo: each token has a gradient, weighted by its capped ratio; or FILE.py:NAME, a "
@@ -247,7 +250,6 @@ class PPOCoefficients(Group):
         "Whose log-probabilities of the old policy are used; sampler: saves a pass, needs one step per rollout; auto: "
         "sampler if a rollout has one step and the sampler's kernels agree with the trainer's",
     )
-    approx_kl_stop: float = flag(0.0, "Skip the rest of an update phase if its KL exceeds this; 0: never", ge=0)
     reward_clip: float = flag(
         5.0, "Clip a reward model's normalised scores to plus and minus this", gt=0, needs="a reward model"
     )

@@ -112,7 +112,6 @@ FLAG_TESTS: dict[str, FlagTest] = {
     "dpo.method": FlagTest("kto"),
     "dpo.take_reward_share": FlagTest("false", both={"data_split": "2,4,4"}),
     "dpo.undesirable_weight": FlagTest(3.0, both=KTO),
-    "ppo.approx_kl_stop": FlagTest(1e-12, both=CLIPPED),
     "ppo.critic_warmup_steps": FlagTest(1),
     "ppo.entropy_coef": FlagTest(0.5),
     "ppo.ema_decay": FlagTest(0.1, both=EMA),

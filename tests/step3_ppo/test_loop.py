@@ -18,12 +18,9 @@ from support.tiny_models import NUM_TOKENS
 
 from pipeline.errors import DivergedError
 from step3_ppo import training
-from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Collected
 from step3_ppo.mathematics.losses import value_loss
 from step3_ppo.models import engines as models
-from step3_ppo.training import moved_too_far
-from step3_ppo.updater import StepSize, Update
 
 
 def test_the_first_ratio_is_one_in_every_rollout(world, trained_folders, tmp_path):
@@ -143,14 +140,6 @@ def test_at_the_start_there_is_no_kl_and_the_critic_is_on_the_rewards_scale(worl
     torch.testing.assert_close(values[torch.arange(4), last], (raw - MEAN) / STD, rtol=1e-4, atol=1e-4)
     plain = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, normalise_scores=False))
     assert (plain.ppo.models.critic.module.score_mean, plain.ppo.models.rewards[0].std) == (0.0, 1.0)
-
-
-def test_an_update_phase_stops_where_the_policy_has_moved_too_far(world, trained_folders, tmp_path):
-    far = {"actor_rate": 3e-2, "ppo_epochs": 4}
-    assert len(loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, **far)).iterate()) == 8
-    stopped = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, **far, approx_kl_stop=1e-3)).iterate()
-    assert 1 < len(stopped) < 8
-    assert stopped[-1]["policy/approx_kl"] > 1e-3 >= max(values["policy/approx_kl"] for values in stopped[:-1])
 
 
 def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(world, trained_folders, tmp_path):
@@ -335,18 +324,6 @@ def test_with_lora_the_reference_is_the_actor_without_adapters(world, trained_fo
     assert {name for name in after if not after[name].equal(before[name])} <= {n for n in after if "lora_" in n}
     assert abs(loop.collect().metrics["objective/kl"]) > 1e-4
     assert loop.control.steps[0][1]["policy/first_ratio_error"] == 0.0
-
-
-def test_early_stop_by_hand():
-    def moved(approx_kl: float, limit: float) -> bool:
-        ppo = SimpleNamespace(config=SimpleNamespace(ppo=PPOCoefficients(approx_kl_stop=limit)))
-        return moved_too_far(
-            ppo, Update([], StepSize(1, 2, 4, 1, 1), metrics={"policy/approx_kl": approx_kl}, stepped=True)
-        )
-
-    assert moved(0.3, 0.2) and not moved(0.1, 0.2)
-    assert not moved(9.0, 0.0)
-    assert not moved(math.nan, 0.2) and not moved(math.inf, 0.2), "the step was skipped: the policy has not moved"
 
 
 def test_each_rollout_has_a_ratio_error_of_its_own(world, trained_folders, tmp_path, monkeypatch):

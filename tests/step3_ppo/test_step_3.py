@@ -189,15 +189,6 @@ def test_tokens_that_only_a_padded_vocabulary_has_are_never_sampled(trained: Tra
     assert any(sample["response"] for sample in samples)
 
 
-def test_a_rollout_whose_policy_has_moved_far_is_followed_by_the_next_one(trained: Trained, tmp_path: Path) -> None:
-    """Of the four steps on each rollout the first has no KL: its policy is the one that sampled."""
-    changes = {"approx_kl_stop": 1e-9, "max_steps": 4, "enable_ema": "false"}
-    assert run_stage("ppo", words(trained.folder, str(tmp_path / "out"), 1, **changes)) == 0
-    runs = (trained.run(1), tmp_path / "out/runs/ppo")
-    first_steps = [[line["step"] for line in training_lines(run) if "objective/kl" in line] for run in runs]
-    assert first_steps == [[1, 5], [1, 3]]
-
-
 @pytest.mark.parametrize(
     ("flags", "steps"),
     [

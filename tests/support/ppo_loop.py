@@ -89,7 +89,7 @@ class PPOLoop:
             if update is not None:
                 training.log_update(self.ppo, rollout, update, self.state, self.control)
             self.state.update += 1
-            if self.state.update == len(rollout.minibatches.steps) or training.moved_too_far(self.ppo, update):
+            if self.state.update == len(rollout.minibatches.steps):
                 training.adapt_kl(self.ppo, rollout, self.state)
                 self.state.finish_rollout()
                 return
