@@ -121,8 +121,6 @@ METRICS: dict[str, Metric] = SHARED | {
         "share of responses that consist of an EOS or a stop string of one token", "share", "completions"
     ),
     "actor/grad_norm": Metric("L2 norm of the actor's gradient before clipping", "number", "optimizer", better=0),
-    "actor/policy_grad_norm": Metric("the same without the ptx loss, +- 0.14 %", "number", "optimizer", better=0),
-    "actor/ptx_grad_norm": Metric("the same of the ptx loss alone, +- 0.14 %", "number", "optimizer", better=0),
     "critic/grad_norm": Metric("L2 norm of the critic's gradient before clipping", "number", "optimizer", better=0),
     "actor/learning_rate": Metric(
         "rate of the actor's first parameter group in this step", "number", "optimizer", better=0

@@ -11,7 +11,6 @@ from pipeline import dist
 from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import Step, to_device
 from pipeline.engine.engine import TrainingEngine
-from pipeline.engine.gradient_sketch import GradientSketch
 from pipeline.models.flops import TrainingWork
 from pipeline.models.forward.causal_lm import Comparison
 from pipeline.tensor_ops import masked_sum
@@ -57,7 +56,6 @@ class Sums:
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.maxima: dict[str, Tensor] = {}
-        self.sketches: dict[str, GradientSketch] = {}  # "loss" and "text" -> that part's gradient, if there is text
 
     def add(self, **terms: Tensor) -> None:
         """Add scalars to the sums of their names. A step with a sum that is not finite is skipped later."""
@@ -71,12 +69,11 @@ class Sums:
             self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
 
     def over_ranks(self) -> dict[str, float]:
-        """The sums under their names, maxima as `<name>_max`, norms as `<part>_norm`. A collective."""
+        """The sums under their names, and maxima as `<name>_max`. A collective."""
         everywhere = dist.gather_rows(torch.stack([*self.sums.values(), *self.maxima.values()]).unsqueeze(0))
         sums, maxima = everywhere.split([len(self.sums), len(self.maxima)], dim=1)
         totals = torch.cat([sums.sum(0), maxima.amax(0)]).tolist()
-        norms = {f"{part}_norm": sketch.norm() for part, sketch in self.sketches.items()}
-        return dict(zip([*self.sums, *(f"{name}_max" for name in self.maxima)], totals, strict=True)) | norms
+        return dict(zip([*self.sums, *(f"{name}_max" for name in self.maxima)], totals, strict=True))
 
 
 class Objective(ABC):
@@ -258,7 +255,7 @@ class PolicyObjective(Objective):
             loss = -outputs.log_probs.sum()
             sums.add(ptx=loss)
             last = number + 1 == len(self.text.micro_batches)
-            self.engine.backward(loss * scale, last=last, sketch=sums.sketches["text"])
+            self.engine.backward(loss * scale, last=last)
 
     def metrics(self, totals: dict[str, float], num_tokens: int) -> dict[str, float]:
         """Return the metrics of the policy."""
@@ -274,8 +271,7 @@ class PolicyObjective(Objective):
             if name in totals:
                 metrics[f"loss/{name}"] = totals[name] / num_tokens
         if self.text is not None:
-            norms = {"actor/policy_grad_norm": totals["loss_norm"], "actor/ptx_grad_norm": totals["text_norm"]}
-            metrics |= norms | {"loss/ptx": totals["ptx"] / max(self.text.num_trained, 1)}
+            metrics["loss/ptx"] = totals["ptx"] / max(self.text.num_trained, 1)
         if self.ppo.old_log_probs == "sampler":
             metrics |= {
                 "objective/entropy": totals["entropy"] / num_tokens,

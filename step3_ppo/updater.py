@@ -104,15 +104,13 @@ class Updater:
         # Each engine -> the objective that runs its last backward pass: the one with text, else the last in the list.
         engines = {one.engine: one for one in objectives} | {one.engine: one for one in objectives if one.text}
         sums = Sums()
-        sums.sketches = {part: one.engine.sketch() for one in objectives if one.text for part in ("loss", "text")}
         for number, (batch, rows, part) in enumerate(batch_rows(responses, batches)):
             stopping.within_step(engines)
             selected = experience.select(rows).narrowed(batch.width)
             for objective in objectives:
                 loss = objective.loss(batch, part, selected, sums)
                 last = number + 1 == len(batches) and objective.text is None and engines[objective.engine] is objective
-                sketch = sums.sketches["loss"] if engines[objective.engine].text else None
-                objective.engine.backward(loss * scale, last=last, sketch=sketch)
+                objective.engine.backward(loss * scale, last=last)
         for objective in objectives:
             objective.text_backward(sums)
         totals = sums.over_ranks()

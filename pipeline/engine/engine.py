@@ -6,7 +6,7 @@ A loop decides where an accumulation ends and whether to step: `backward(loss, l
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import deepspeed
@@ -16,7 +16,6 @@ from torch import nn
 
 from pipeline import dist
 from pipeline.engine.eight_bit import adamw_8bit
-from pipeline.engine.gradient_sketch import GradientSketch
 from pipeline.engine.zero3 import Gather, Zero3Weights, remove_hooks, set_gathering
 from pipeline.models.forward.fused_layers import fuse_layers
 from pipeline.models.partitions import gathered
@@ -146,19 +145,13 @@ class TrainingEngine:
         """The factor of gradients in fp16; 1 in other types."""
         return float(getattr(self.optimizer, "loss_scale", 1.0) or 1.0)
 
-    def sketch(self) -> GradientSketch:
-        """Return an empty sketch (random projection) for the gradient of a part of this accumulation."""
-        device = torch.device(get_accelerator().current_device_name())
-        return GradientSketch(list(self.module.parameters()), device=device, loss_scale=self.loss_scale)
-
-    def backward(self, loss: torch.Tensor, *, last: bool, sketch: GradientSketch | None = None) -> None:
-        """Add the gradient of `loss` (a scalar) to the accumulated gradients, and to `sketch` if it is given.
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradient of `loss` (a scalar) to the accumulated gradients.
 
         `last` ends the accumulation: gradients are then averaged over ranks.
         """
         self.deepspeed.set_gradient_accumulation_boundary(last)
-        with sketch.added() if sketch else nullcontext():
-            self.deepspeed.backward(loss, scale_wrt_gas=False)
+        self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def gradient_norm(self) -> float:
         """Return the global L2 norm of the averaged gradients before clipping; inf if any of them is not finite.

@@ -29,8 +29,7 @@ Words = tuple[object, ...]
 PROMPTS_PER_ROLLOUT = 8
 ROWS_PER_STEP = 4
 LOGGED = ("loss/policy", "loss/value", "loss/ptx", "policy/approx_kl", "policy/ratio_max", "policy/clipfrac",
-          "value/clipfrac", "loss/kl", "loss/entropy_bonus", "actor/grad_norm", "actor/policy_grad_norm",
-          "actor/ptx_grad_norm", "critic/grad_norm")  # fmt: skip
+          "value/clipfrac", "loss/kl", "loss/entropy_bonus", "actor/grad_norm", "critic/grad_norm")  # fmt: skip
 
 
 def setup(inputs: Path, micro: int, words: Words = (), *, batches: int = 1, stage: int = 0) -> PPOLoop:
