@@ -52,7 +52,7 @@ test-slow: $(VENV)/installed-dev
 test-faults: $(VENV)/installed-dev
 	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal -m "faults and not gpu"
 
-# Several hosts, each with its own sshd (openssh-server, pdsh): network namespaces as root (iproute2), else loopback addresses.
+# Several hosts, each with its own sshd (openssh-server): network namespaces as root (iproute2), else loopback addresses.
 test-hosts: $(VENV)/installed-dev
 	$(PYTHON) -m pytest -m hosts
 

@@ -60,7 +60,7 @@ class TrainConfig(Group):
     hostfile: str = flag("", "Host file of multi_node, a line `name slots=8` per host", kind="path")
     include: HostNames = flag("", "Hosts and GPUs to use: name:0,1@name", kind="path")
     exclude: HostNames = flag("", "Hosts and GPUs to leave out, in the same form", kind="path")
-    launcher: Literal["ssh", "pdsh", "srun", "none"] = flag(
+    launcher: Literal["ssh", "srun", "none"] = flag(
         "ssh", "Program that starts ranks on other hosts; none: you run this command on each host, with its --node-rank"
     )
     node_rank: int = flag(0, "With --launcher none: index of this host in the host file, from 0", ge=0)
@@ -286,8 +286,8 @@ def contradictions(config: TrainConfig) -> list[str]:
             errors.append(f"{word}: got {value} with {config.deployment_type}; give --deployment-type multi_node")
     if config.node_rank and config.launcher != "none":
         errors.append(f"--node-rank: got {config.node_rank} with --launcher {config.launcher}; give --launcher none")
-    if config.check and config.launcher in ("pdsh", "none"):
-        errors.append(f"--check: got --launcher {config.launcher}; give --launcher ssh or srun")
+    if config.check and config.launcher == "none":
+        errors.append("--check: got --launcher none; give --launcher ssh or srun")
     if config.include and config.exclude:
         errors.append("--include and --exclude: give one of them")
     if config.num_gpus and (config.include or config.exclude):

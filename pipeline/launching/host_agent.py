@@ -1,11 +1,10 @@
 """The agent on one host of a job: it starts, stops and ends the ranks there for remote_ranks.py, and reports on them.
 
 It reads JSON lines from its standard input and writes JSON lines. When the input ends, it ends its ranks, so that none
-outlives the job or the connection. pdsh has no input: there the job is an argument of the command, and a signal stops
-the ranks. If the run's folder is not shared, the agent sends the ranks' heartbeats and outcomes.
+outlives the job or the connection. If the run's folder is not shared, the agent sends the ranks' heartbeats and
+outcomes.
 """
 
-import base64
 import hashlib
 import json
 import os
@@ -81,10 +80,10 @@ def write_end(run_dir: Path, rank: int, message: str, *, host: str, supervisor: 
 class Agent:
     """The ranks of this host, and the connection to the supervisor."""
 
-    def __init__(self, job: Message, *, listens: bool) -> None:
-        self.job, self.run_dir, self.listens = job, Path(job["run_dir"]), listens
+    def __init__(self, job: Message) -> None:
+        self.job, self.run_dir = job, Path(job["run_dir"])
         self.heard_s, self.must_stop, self.is_cut_off = time.monotonic(), False, False
-        self.start: Message = job.get("start", {})
+        self.start: Message = {}
         self.sent: dict[str, str] = {}
         self.oom_kills = num_oom_kills()
         self.is_shared = False
@@ -127,7 +126,7 @@ class Agent:
         self.is_cut_off = True
 
     def is_alone(self) -> bool:
-        return self.is_cut_off or (self.listens and time.monotonic() - self.heard_s > SILENCE_S)
+        return self.is_cut_off or time.monotonic() - self.heard_s > SILENCE_S
 
     def run(self) -> int:
         """Start the ranks and watch them to their end; return 0, or the exit code of a rank that wrote no outcome."""
@@ -176,31 +175,25 @@ class Agent:
         return changed
 
 
-def main(argv: list[str]) -> int:
-    """Run the supervisor's job, from standard input or encoded in an argument; return the exit code."""
-    text = base64.urlsafe_b64decode(argv[0]) if argv else sys.stdin.readline()
-    agent = Agent(json.loads(text), listens=not argv)
+def main() -> int:
+    """Run the supervisor's job, the first line of standard input; return the exit code."""
+    agent = Agent(json.loads(sys.stdin.readline()))
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the end of the connection tells the agent that the supervisor ended
-    if argv:
-        signal.signal(signal.SIGTERM, lambda *_: setattr(agent, "must_stop", True))
     with ExitStack() as stack:
         problems = agent.problems(stack)
-        if problems or not agent.start:
-            fingerprints = {} if problems else contents(agent.job["inputs"])
-            greeting = {"problems": problems, "shared": agent.is_shared, "contents": fingerprints}
-            agent.say({**greeting, "facts": facts(agent.job["last_gpu"] + 1, agent.job["packages"])})
+        fingerprints = {} if problems else contents(agent.job["inputs"])
+        greeting = {"problems": problems, "shared": agent.is_shared, "contents": fingerprints}
+        agent.say({**greeting, "facts": facts(agent.job["last_gpu"] + 1, agent.job["packages"])})
         if problems:
             return EXIT_FAULT
-        if agent.listens:
-            threading.Thread(target=agent.listen, daemon=True).start()
-            while not agent.start and not agent.is_alone():
-                time.sleep(POLL_S / 4)
+        threading.Thread(target=agent.listen, daemon=True).start()
+        while not agent.start and not agent.is_alone():
+            time.sleep(POLL_S / 4)
         if agent.start:
-            agent.say({"pid": os.getpid()})
             agent.say({"ended": agent.run()})
     return EXIT_DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

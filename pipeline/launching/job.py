@@ -40,7 +40,7 @@ def start_here(
     port, index = request.master_port or free_port(), 0
     if not request.is_on_one_machine:
         port, index = port_of(request), request.node_rank
-        environment = {**environment, **passed_on(environment, request.launcher)}
+        environment = {**environment, **passed_on(environment)}
     starts = starts_by_host(request, module, port)
     start = replace(list(starts.values())[index], address=address_of(request, list(starts)))
     return start_ranks(start, environment, output)

@@ -1,6 +1,5 @@
-"""The connection to one host of a job: start an agent there (host_agent.py) by ssh, srun or pdsh, and talk to it."""
+"""The connection to one host of a job: start an agent there (host_agent.py) by ssh or srun, and talk to it."""
 
-import base64
 import json
 import os
 import queue
@@ -45,26 +44,28 @@ class Host:
     heard_s: time of its last message, in seconds of the monotonic clock.
     """
 
-    process: "subprocess.Popen[str]"
-
     def __init__(
         self, name: str, ranks: Sequence[int], request: LaunchRequest, job: Message, output: IO[bytes] | None = None
     ) -> None:
-        self.name, self.ranks, self.request, self.job = name, ranks, request, job
+        self.name, self.ranks = name, ranks
         self.greeting: Message = {}
         self.code: int | None = None
         self.heard_s = time.monotonic()
-        self._output = output
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._command = agent_command(name, request)
         if not shutil.which(self._command[0]):
             raise EnvironmentFault(f"{name}: needs {self._command[0]}, which is not installed on this machine")
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the agent and give it the job."""
-        self._open()
-        self.tell(self.job)
+        self.process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
+        self._reader.start()
+        self.tell(job)
 
     def start(self, start: RankStart) -> None:
         """Send the agent the request to start its ranks."""
@@ -73,19 +74,6 @@ class Host:
     def ping(self, *, stop: bool) -> None:
         """Send the agent a sign that this process is alive; stop: True if its ranks must stop."""
         self.tell({"stop": stop})
-
-    def _open(self, *more: str) -> None:
-        self.process = subprocess.Popen(
-            [*self._command, *more],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._output,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "PDSH_SSH_ARGS_APPEND": shlex.join(ssh_options(self.request))},
-        )
-        self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
-        self._reader.start()
 
     def _read(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout
@@ -138,47 +126,15 @@ class Host:
         return f"{way} ended with {code}, its output is above; the project must be at the same path on each host"
 
 
-class PdshHost(Host):
-    """A host reached by pdsh. pdsh forwards no input, so the job of the agent is the last argument of its command."""
-
-    def begin(self) -> None:
-        """Start the agent with the job. If the job has ranks to start, the agent runs them; else it greets and ends."""
-        encoded = base64.urlsafe_b64encode(json.dumps(self.job).encode()).decode()
-        self._open(f"{shell_line(self.request)} {encoded}")
-
-    def start(self, start: RankStart) -> None:
-        """Start the agent again, with the ranks to run."""
-        self.job = {**self.job, "start": asdict(start)}
-        self.begin()
-
-    def ping(self, *, stop: bool) -> None:
-        """Signal the agent if its ranks must stop; its connection shows it that this process is alive."""
-        if stop:
-            subprocess.run([*self._command, f"kill -TERM {self.greeting['pid']}"], check=False)
-
-    def close(self) -> None:
-        """End pdsh: the agent notices that nobody reads its output."""
-        kill_sessions([self.process.pid])
-
-
 def agent_command(host: str, request: LaunchRequest) -> list[str]:
-    """Return the command that starts the agent of a host. On this host it needs no connection.
-
-    The command of pdsh lacks its last argument, the job.
-    """
+    """Return the command that starts the agent of a host. On this host it needs no connection."""
     if request.launcher == "srun":
         one = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--unbuffered"]
         return ["srun", *one, *AGENT]
     if request.launcher == "none" or is_here(host):
         return AGENT
-    if request.launcher == "pdsh":
-        return ["pdsh", "-S", "-N", "-R", "ssh", "-w", host]
-    return ["ssh", "-T", *ssh_options(request), host, shell_line(request)]
-
-
-def ssh_options(request: LaunchRequest) -> list[str]:
     port = ["-p", str(request.ssh_port)] if request.ssh_port else []
-    return ["-o", "BatchMode=yes", "-o", "ConnectTimeout=15", *port]
+    return ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", *port, host, shell_line(request)]
 
 
 def shell_line(request: LaunchRequest) -> str:
@@ -198,13 +154,9 @@ def is_here(host: str) -> bool:
     return False
 
 
-def passed_on(environment: Mapping[str, str], launcher: str) -> Mapping[str, str]:
-    """Return the variables for all hosts: those of PASSED_ON, and of DeepSpeed's file here or in the home folder.
-
-    pdsh takes them on its command line, which all users of both hosts can read: it gets only those without secrets.
-    """
-    prefixes = PASSED_ON[:2] if launcher == "pdsh" else PASSED_ON
-    variables = {name: value for name, value in environment.items() if name.startswith(prefixes)}
+def passed_on(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables for all hosts: those of PASSED_ON, and of DeepSpeed's file here or in the home folder."""
+    variables = {name: value for name, value in environment.items() if name.startswith(PASSED_ON)}
     for folder in (Path.home(), Path.cwd()):
         with suppress(OSError):
             lines = (folder / os.environ.get("DS_ENV_FILE", ENVIRONMENT_FILE)).read_text(encoding="utf-8").splitlines()

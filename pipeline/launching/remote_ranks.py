@@ -17,7 +17,7 @@ from pipeline.heartbeat import replace_text
 from pipeline.launching.host_agent import write_end
 from pipeline.launching.hosts import address_of, starts_by_host
 from pipeline.launching.ranks import POLL_S
-from pipeline.launching.remote_host import ENDING_S, Host, Message, PdshHost, is_here, passed_on
+from pipeline.launching.remote_host import ENDING_S, Host, Message, passed_on
 from pipeline.launching.request import LaunchRequest
 from pipeline.processes import Signals
 from pipeline.run.layout import lock_file
@@ -66,7 +66,7 @@ class RemoteRanks:
             "cwd": os.getcwd(),
             "run_dir": str(run_dir),
             "lock": lock,
-            "environment": passed_on(environment, request.launcher),
+            "environment": passed_on(environment),
         }
         job |= {"packages": ["pipeline", module.partition(".")[0]], "inputs": list(inputs)}
         try:
@@ -74,9 +74,8 @@ class RemoteRanks:
                 if name == here or not here:
                     port, last = start.port if start.first == 0 else 0, int(start.devices[-1])
                     content = {**job, "port": port, "last_gpu": last}
-                    kind = PdshHost if request.launcher == "pdsh" and not is_here(name) else Host
                     ranks = range(start.first, start.first + len(start.devices))
-                    self.hosts.append(kind(name, ranks, request, content, output))
+                    self.hosts.append(Host(name, ranks, request, content, output))
             self._greet()
         except BaseException:
             self.close()
@@ -132,11 +131,9 @@ class RemoteRanks:
         return all(host.code is not None for host in self.hosts)
 
     def _take(self, host: Host, message: Message) -> None:
-        """Process an agent's message: the end of its ranks, its process id, or files of a folder that is not shared."""
+        """Process an agent's message: the end of its ranks, or files of a folder that is not shared."""
         if "ended" in message:
             host.code = message["ended"]
-        if "pid" in message:
-            host.greeting["pid"] = message["pid"]
         for name, text in message.get("files", {}).items():
             file = self.run_dir / name
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from pipeline.errors import InputError, dashed, say
 from pipeline.redact import repeated
 
 # Backends of DeepSpeed's launcher that start its own processes on other hosts.
-BY_HAND = ("openmpi", "mpich", "impi", "mvapich", "slurm")
+BY_HAND = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
 # Flags that users write after STAGE by mistake.
 BEFORE_STAGE = (
     "--num-gpus", "--num-accelerators", "--num-nodes", "--include", "--exclude", "--hostfile", "--master-port",
@@ -142,7 +142,7 @@ def backend(text: str) -> str:
     """Return the name of a launcher in lower case."""
     if text.lower() in BY_HAND:
         raise refused(f"start {text} {BY_DEEPSPEED.format(f'--launcher {text.lower()}')}")
-    return one_of("ssh", "srun", "pdsh", "none")(text.lower())
+    return one_of("ssh", "srun", "none")(text.lower())
 
 
 def launcher_args(text: str) -> str:

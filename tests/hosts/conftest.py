@@ -11,7 +11,7 @@ from loopback import loopback
 from namespaces import namespaces, why_no_namespaces
 from support.tiny_run import make_folder
 
-PROGRAMS = ("ssh", "ssh-keygen", SSHD, "pdsh")
+PROGRAMS = ("ssh", "ssh-keygen", SSHD)
 
 
 def pytest_report_collectionfinish(items: list[pytest.Item]) -> str:
@@ -34,7 +34,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def started(folder: Path, names: list[str], *, shared: bool) -> Iterator[Cluster]:
     if missing := [program for program in PROGRAMS if not shutil.which(program)]:
-        pytest.skip(f"not installed: {', '.join(missing)} (apt-get install openssh-server pdsh)")
+        pytest.skip(f"not installed: {', '.join(missing)} (apt-get install openssh-server)")
     disk, reason = folder / "disk", why_no_namespaces()
     if reason and not shared:
         pytest.skip(f"disks of their own: not on loopback addresses ({reason})")

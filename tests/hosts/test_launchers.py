@@ -20,13 +20,6 @@ exec ssh "$node" "$(printf '%q ' env "${variables[@]}" "$@")"
 SCONTROL_STUB = "#!/bin/bash\nprintf '%s\\n' FIRST SECOND\n"
 
 
-def test_pdsh(two, undisturbed):
-    (two.disk / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\n")  # DeepSpeed passes few variables on
-    run = two.train("node-a", *one_stage(two.disk, "pdsh", "--launcher", "pdsh"))
-    assert run.wait() == 0, run.text
-    assert_same(two.disk / "pdsh", undisturbed, "sft")
-
-
 def test_each_host_by_hand(two, undisturbed):
     words = one_stage(two.disk, "none", "--launcher", "none")
     runs = [two.train(host, *words, "--node-rank", rank) for rank, host in enumerate(two.hosts)]

@@ -84,19 +84,18 @@ def run_script(folder: Path, *words: str, deployment: str = "single_node", **mor
     )  # fmt: skip
 
 
-# Play ssh, srun and pdsh: the last word is a shell's line, or all words after the flags are a command's.
+# Play ssh and srun: the last word is a shell's line, or all words after the flags are a command's.
 SSH_STUB = '#!/bin/bash\nexec bash -c "${@: -1}"\n'
 SRUN_STUB = """#!/bin/bash
 while [[ $1 == -* ]]; do shift; done
 SLURM_NTASKS=1 exec "$@"
 """
-PDSH_STUB = '#!/bin/bash\nexec bash -c "${@: -1}" </dev/null\n'  # it passes on no input
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("launcher", slow_but(["ssh", "pdsh"], ["ssh", "srun", "pdsh"]))
+@pytest.mark.parametrize("launcher", slow_but(["ssh"], ["ssh", "srun"]))
 def test_words_and_variables_reach_every_host(tmp_path, launcher):
-    for name, text in (("ssh", SSH_STUB), ("srun", SRUN_STUB), ("pdsh", PDSH_STUB)):
+    for name, text in (("ssh", SSH_STUB), ("srun", SRUN_STUB)):
         write_program(tmp_path / "bin" / name, text)
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=a b\n")
@@ -123,13 +122,12 @@ def test_words_and_variables_reach_every_host(tmp_path, launcher):
     [
         ("ssh", "", "ssh ... not installed"),
         ("srun", "", "srun ... not installed"),
-        ("pdsh", "", "pdsh ... not installed"),
         ("ssh", "exit 255", "255 ... `ssh far true` ... without a password"),
-        ("pdsh", "exit 1", "pdsh ... 1 ... same path on each host"),
+        ("srun", "exit 1", "srun ... 1 ... same path on each host"),
     ],
 )
 def test_a_host_that_cannot_be_reached_is_one_line(tmp_path, launcher, program, reason):
-    """Where nothing is installed, the PATH has no ssh, pdsh or srun."""
+    """Where nothing is installed, the PATH has no ssh or srun."""
     for name in ("bash", "dirname"):
         (tmp_path / "path").mkdir(exist_ok=True)
         (tmp_path / "path" / name).symlink_to(str(shutil.which(name)))
@@ -234,7 +232,7 @@ def test_works_from_a_folder_with_spaces(tmp_path):
     [
         (("4",), "STAGE ... '4' ... 1, 2 or 3"),
         (("--num-gpus", "1"), "STAGE ... 1, 2 or 3"),
-        (("--launcher", "pdhs", "1"), "--launcher ... 'pdhs' ... ssh, srun, pdsh or none"),
+        (("--launcher", "pdhs", "1"), "--launcher ... 'pdhs' ... ssh, srun or none"),
     ],
 )
 def test_wrong_words_of_the_launcher_end_in_its_usage(tmp_path, words, message):

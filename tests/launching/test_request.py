@@ -23,7 +23,7 @@ def test_the_flags_of_deepspeeds_launcher_are_read_as_one_object():
 
 
 def test_the_way_to_other_hosts():
-    ways = (("--launcher=SRUN", "srun"), ("--launcher pdsh", "pdsh"), ("--no-ssh --node-rank 1", "none"), ("", "ssh"))
+    ways = (("--launcher=SRUN", "srun"), ("--launcher ssh", "ssh"), ("--no-ssh --node-rank 1", "none"), ("", "ssh"))
     for words, launcher in ways:
         request = parse_request("multi_node", [*words.split(), "1"])
         assert request.launcher == launcher and request.has_agents == (launcher != "none")
@@ -31,12 +31,12 @@ def test_the_way_to_other_hosts():
 
 
 def test_the_last_of_a_repeated_flag_counts_and_a_note_says_so(capsys):
-    words = "--num-gpus 2 --launcher pdsh --include a:1 --num-accelerators=3 --no-ssh -i b:2 --check --check 1 --seed 1"
+    words = "--num-gpus 2 --launcher srun --include a:1 --num-accelerators=3 --no-ssh -i b:2 --check --check 1 --seed 1"
     request = parse_request("multi_node", words.split())
     assert (request.num_gpus, request.launcher, request.include, request.check) == (3, "none", "b:2", True)
     assert capsys.readouterr().err.splitlines() == [
         naming(f"note: {flag} ... more than once ... {value}")
-        for flag, value in (("--num-gpus", 2), ("--launcher", "pdsh"), ("--include", "a:1"))
+        for flag, value in (("--num-gpus", 2), ("--launcher", "srun"), ("--include", "a:1"))
     ]
 
 
@@ -48,7 +48,7 @@ def test_the_last_of_a_repeated_flag_counts_and_a_note_says_so(capsys):
         ("--num-nodes x 1", "--num-nodes ... 'x' ... from 1 on"),
         ("--ssh-port x 1", "--ssh-port ... 'x' ... 0 to 65535"),
         ("--node-rank x 1", "--node-rank ... 'x' ... from 0 on"),
-        ("--launcher pdhs 1", "--launcher ... 'pdhs' ... ssh, srun, pdsh or none"),
+        ("--launcher pdhs 1", "--launcher ... 'pdhs' ... ssh, srun or none"),
         ("--master-port abc 1", "--master-port ... 'abc' ... 0 to 65535"),
         ("--master-port 65536 1", "--master-port ... '65536' ... 0 to 65535"),
         ("1 --seed 1 --num-gpus 2", "--num-gpus ... after STAGE ... before it"),
@@ -75,7 +75,7 @@ def test_wrong_words_are_named(words, message):
     assert str(error.value) == naming(message)
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich", "impi", "mvapich", "slurm"])
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm"])
 def test_deepspeeds_other_launchers_are_started_by_hand(launcher):
     with pytest.raises(InputError) as error:
         parse_request("multi_node", ["--launcher", launcher, "1"])
