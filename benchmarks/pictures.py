@@ -31,7 +31,7 @@ PROGRAMS = {
     "Trainer, TRL": (GREEN, "beside Trainer or TRL, the faster one"),
     "Trainer": (PURPLE, "beside Trainer"),
     "TRL with vLLM": (GREEN, "beside TRL's GRPO with vLLM"),
-    "TRL with Liger": (GREEN, "beside TRL's DPO with Liger"),
+    "TRL with Liger": (GREEN, "beside TRL's DPO and SFT with Liger"),
 }
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 # Tests of the page on reliability whose rows say how many cases there were, and their names in the picture.

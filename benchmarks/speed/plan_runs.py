@@ -102,11 +102,11 @@ def make_inputs(folder: Path, runs: Sequence[PlannedRun]) -> None:
 def response_words(run: PlannedRun) -> int:
     """Return the words of each response of a run whose pairs are nearly all response, since its logits are stored.
 
-    A word has 4.9 tokens; 0: the run reads other rows.
+    A word has 1.1 tokens; 0: the run reads other rows.
     """
     words = run.words.split()
     is_preferred = run.stores_logits and run.section == "dpo"
-    return int(0.85 * int(words[words.index("--max_seq_len") + 1]) / 4.9) if is_preferred else 0
+    return int(0.85 * int(words[words.index("--max_seq_len") + 1]) / 1.1) if is_preferred else 0
 
 
 def folder_name(shape: str, scores: bool) -> str:

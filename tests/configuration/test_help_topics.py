@@ -68,7 +68,7 @@ def test_who_sets_a_flag(capsys):
     )
     rate = printed_by(capsys, "train", "--help", "lora_learning_rate")
     assert "other flags (2e-4 in stages 1 and 2" in rate and "--actor-lora-learning-rate" in rate
-    assert re.findall("default +(\S+)", printed_by(capsys, "train", "--help", "learning_rate"))[:2] == [
+    assert re.findall(r"default +(\S+)", printed_by(capsys, "train", "--help", "learning_rate"))[:2] == [
         "1e-05",
         "5e-05",
     ]
