@@ -3,9 +3,11 @@
 import json
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -21,13 +23,14 @@ from pipeline.inference.comparison import Contestant, markdown, print_comparison
 from pipeline.inference.prompt_lists import bundled_prompts, other_columns, read_prompts, shown_prompt
 from pipeline.models.paths import check_language_model, check_reward_model, last_part
 from pipeline.redact import masked
-from pipeline.rewards.functions import parse_reward_functions
+from pipeline.rewards.functions import RewardFunction, parse_reward_functions
 from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 from pipeline.run.entry import command, command_flags
 
 if TYPE_CHECKING:
-    from pipeline.rewards.pool import RewardPool
+    from pipeline.rewards.pool import Responses, RewardPool
 
+OTHER = "other_response"  # column in which the judge of pairs gets the response that it is shown first
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MIN_ESTIMATE_S = 20.0  # remaining seconds above which the command prints how long it will take; chosen by hand
 
@@ -58,6 +61,7 @@ class CompareConfig(WorkerFlags):
         "Functions whose weighted sum decides the wins: FILE.py:NAME or a built-in NAME, a :WEIGHT after it",
         aliases=("reward",),
     )
+    judge_pairs: bool = flag(False, "Show the judge of --reward-function two answers at once, in both orders")
     prompts: str = flag(
         "", "File of prompts: .txt, one per line; .json or .jsonl with `prompt`; none: bundled", kind="path"
     )
@@ -80,7 +84,8 @@ def run(argv: list[str], prog: str) -> None:
     paths = model_paths(config)
     for path in paths:
         check_language_model(path, "--model")
-    functions, scorer_names = parse_reward_functions(config.reward_function), reward_names(config.reward_model)
+    functions, judges = functions_and_judges(config)
+    scorer_names = reward_names(config.reward_model)
     if (sum_name := " + ".join(one.name for one in functions)) in scorer_names:
         raise InputError(f"--reward-function: {sum_name!r} is a reward model's name too; rename the function or folder")
     prompts = read_prompts(config.prompts) if config.prompts else bundled_prompts(config.language)
@@ -98,16 +103,20 @@ def run(argv: list[str], prog: str) -> None:
         config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_new_tokens": limit})})
     for path in config.reward_model:
         ModelSource(path).check("--reward-model")
-    if len(config.reward_model) == 1 and not functions:
+    if len(config.reward_model) == 1 and not config.reward_function:
         say(*unseen_note(paths, config.reward_model[0]))
 
-    with reward_pool(config, functions) as pool:
-        pool.check(sorted({name for row in other_columns(config.prompts) for name in row}))
+    with reward_pool(config, functions) as pool, reward_pool(config, judges) as judge_pool:
+        names = sorted({name for row in other_columns(config.prompts) for name in row})
+        pool.check(names)
+        judge_pool.check([*names, OTHER])
         contestants = [
             answered(config, label, path, prompts, num_models=0 if index else len(paths))
             for index, (label, path) in enumerate(zip(LABELS, paths, strict=False))
         ]
         scores = {sum_name: function_scores(config, pool, contestants, prompts)}
+        for index in range(1, len(paths) if judges else 0):
+            contestants[index] = with_preferences(config, judge_pool, contestants[0], contestants[index], prompts)
     scores = scores if functions else {}
     for name, path in scorer_names.items():
         scores[name] = model_scores(config, path, contestants, prompts)
@@ -209,24 +218,46 @@ def estimate(load_s: float, answer_s: float, num_models: int, *, done_s: float) 
     return [f"note: about {counted(max(1, round(total_s / 60)), 'minute')} for {num_models} models"]
 
 
-def function_scores(
-    config: CompareConfig, pool: "RewardPool", contestants: list[Contestant], prompts: list[Turns]
-) -> list[float | None]:
-    """Return the weighted sum of the reward functions for each answer of each model; None where there is none."""
+def functions_and_judges(config: CompareConfig) -> tuple[list[RewardFunction], list[RewardFunction]]:
+    """Return the functions that score single answers, and with --judge-pairs the LLM judge. Raises InputError."""
+    functions = parse_reward_functions(config.reward_function)
+    if not config.judge_pairs:
+        return functions, []
+    judges = [replace(one, args={**one.args, "compared_with": OTHER}) for one in functions if one.target == "judge"]
+    if not judges:
+        raise InputError("--judge-pairs: --reward-function has no judge; add it with url and model of its endpoint")
+    return [one for one in functions if one.target != "judge"], judges
+
+
+def responses(
+    config: CompareConfig, prompts: list[Turns], groups: Iterable[tuple[int, Sequence[Answer], dict[str, str]]]
+) -> "list[Responses]":
+    """Return what reward functions get for groups of answers.
+
+    groups: index of a prompt, answers to it, and columns beside those of the prompt's row.
+    """
     from pipeline.data.sources import is_conversational
-    from pipeline.rewards.failures import check_values, failure_notes
     from pipeline.rewards.pool import Responses
 
     columns = other_columns(config.prompts)
     is_conversation = bool(columns) and is_conversational(config.prompts)
     columns = columns or [{}] * len(prompts)
-    groups = [
-        (Responses(f"prompt {number}", turns, is_conversation, texts, ids, columns[number - 1]), rows)
-        for contestant in contestants
-        for number, (turns, rows) in enumerate(zip(prompts, contestant.answers, strict=True), start=1)
+    return [
+        Responses(f"prompt {index + 1}", prompts[index], is_conversation, texts, ids, columns[index] | more)
+        for index, rows, more in groups
         for texts, ids in [([row.text for row in rows], [[*row.ids] for row in rows])]
     ]
-    parts = pool.gather([pool.submit(responses) for responses, _ in groups])
+
+
+def function_scores(
+    config: CompareConfig, pool: "RewardPool", contestants: list[Contestant], prompts: list[Turns]
+) -> list[float | None]:
+    """Return the weighted sum of the reward functions for each answer of each model; None where there is none."""
+    from pipeline.rewards.failures import check_values, failure_notes
+
+    none = dict[str, str]()
+    groups = [(index, rows, none) for contestant in contestants for index, rows in enumerate(contestant.answers)]
+    parts = pool.gather([*map(pool.submit, responses(config, prompts, groups))])
     for function in pool.functions:
         values = [value for part in parts for value in part[function.name]]
         say(*failure_notes(function.name, values))
@@ -234,9 +265,34 @@ def function_scores(
     weights = {one.name: one.weight for one in pool.functions}
     return [
         row.scored({name: values[index] for name, values in part.items()}, weights).reward
-        for part, (_, rows) in zip(parts, groups, strict=True)
+        for part, (_, rows, _) in zip(parts, groups, strict=True)
         for index, row in enumerate(rows)
     ]
+
+
+def with_preferences(
+    config: CompareConfig, pool: "RewardPool", first: Contestant, other: Contestant, prompts: list[Turns]
+) -> Contestant:
+    """Return a model with the LLM judge's preferences between its answers and the baseline's, shown in both orders."""
+    from pipeline.rewards.failures import check_values, failure_notes
+
+    orders = [
+        (index, [second], {OTHER: shown_first.text})
+        for index, answers in enumerate(zip(first.answers, other.answers, strict=True))
+        for pair in product(*answers)
+        for shown_first, second in (pair, pair[::-1])
+    ]
+    (judge,), questions, values = pool.functions, responses(config, prompts, orders), list[Any]()
+    for start in range(0, len(questions), config.batch_size):  # each of a batch is asked at once
+        handles = map(pool.submit, questions[start : start + config.batch_size])
+        values += [value for part in pool.gather([*handles]) for value in part[judge.name]]
+        check_values(judge.name, values)
+    say(*failure_notes(judge.name, values))
+    signs = [(value > 0.5) - (value < 0.5) if isinstance(value, float) else None for value in values]
+    both = zip(signs[::2], signs[1::2], strict=True)
+    pairs = [None if there is None or back is None else (there, -back) for there, back in both]
+    size = len(pairs) // len(prompts)
+    return replace(other, preferences=tuple(tuple(pairs[n : n + size]) for n in range(0, len(pairs), size)))
 
 
 def model_scores(

@@ -5,9 +5,9 @@ every interval is the prompt. Texts of models and files are never interpreted as
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import compress, product
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,14 @@ from pipeline.inference.answer_rows import Answer
 from pipeline.inference.intervals import MIN_PROMPTS, Interval
 
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
-HEADINGS = ("", "tokens", "ended", "scored by", "score", "win rate", "LC win rate", "score difference")
+HEADINGS = ("", "tokens", "ended", "scored by", "score", "win rate", "LC win rate", "score difference", "orders differ")
+JUDGED = "judge, both orders"  # name of the scorer that sees two answers at once
 LOOKS: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False}  # style of every table
+
+
+# An LLM judge's preference with the baseline's answer shown first, and with the model's shown first: 1 = the model's is
+# better, 0 = both are equal, -1 = the baseline's is better. None: an order has no rating.
+Preference = tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +38,17 @@ class Contestant:
 
     Their rewards are the scores that decide the wins, and their `scores` have those of every scorer by its name, the
     deciding one first. Without a scorer they have none.
+
+    label: name of the model in the table.
+    path: folder or hub id of the model.
+    answers: [prompt][answer].
+    preferences: [prompt][pair of a baseline's answer and one of this model]; () for the baseline or without a judge.
     """
 
     label: str
     path: str
     answers: tuple[tuple[Answer, ...], ...]
+    preferences: tuple[tuple[Preference, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +56,14 @@ class HeadToHead:
     """A model against the baseline.
 
     num_prompts: prompts that both answered.
-    wins: pairs of answers in which the model's has the higher score.
-    ties: pairs of answers with equal scores.
-    losses: pairs of answers in which the baseline's has the higher score.
+    wins: pairs of answers in which the model's has the higher score, or is preferred in both orders.
+    ties: pairs of answers with equal scores, or without a preference that both orders share.
+    losses: pairs of answers in which the baseline's has the higher score, or is preferred in both orders.
     win_rate: share of pairs won, a tie as half a win, averaged over prompts.
     length_controlled: win rate at equal length; None where it cannot be estimated (`bootstrap.length_controlled`).
-    difference: mean difference of the scores; None where there are too few prompts for an interval.
+    difference: mean difference of the scores; None where there are too few prompts for an interval, or no scores.
+    disagreement: share of the judge's pairs whose preferences differ between the orders; None for scores.
+    num_unjudged: pairs without a rating in an order, which are left out.
     """
 
     num_prompts: int
@@ -58,7 +72,9 @@ class HeadToHead:
     losses: int
     win_rate: Interval
     length_controlled: Interval | None
-    difference: Interval | None
+    difference: Interval | None = None
+    disagreement: float | None = None
+    num_unjudged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +111,21 @@ def compare(
     Args:
         longer: for each prompt, by how many tokens the answers of `other` are longer; none: no length-controlled rate.
     """
-    from pipeline.inference.bootstrap import length_controlled, mean_over_prompts, rate_over_prompts  # with numpy
+    from pipeline.inference.bootstrap import mean_over_prompts  # with numpy
 
     meetings = [
         [(theirs > ours) - (theirs < ours) for ours, theirs in product(a, b)] for a, b in zip(first, other, strict=True)
     ]
+    differences = [statistics.fmean(b) - statistics.fmean(a) for a, b in zip(first, other, strict=True)]
+    return replace(head_to_head(meetings, longer), difference=mean_over_prompts(differences))
+
+
+def head_to_head(meetings: Sequence[Sequence[int]], longer: Sequence[float]) -> HeadToHead:
+    """Return the figures of meetings [prompt][pair], each 1 (won), 0 or -1, without a difference; see `compare`."""
+    from pipeline.inference.bootstrap import length_controlled, rate_over_prompts  # with numpy
+
     shares = [0.5 + 0.5 * statistics.fmean(results) for results in meetings]
     every = [result for results in meetings for result in results]
-    differences = [statistics.fmean(b) - statistics.fmean(a) for a, b in zip(first, other, strict=True)]
     return HeadToHead(
         num_prompts=len(meetings),
         wins=every.count(1),
@@ -110,8 +133,33 @@ def compare(
         losses=every.count(-1),
         win_rate=rate_over_prompts(shares),
         length_controlled=length_controlled(shares, longer) if longer else None,
-        difference=mean_over_prompts(differences),
     )
+
+
+def by_scores(first: Contestant, other: Contestant) -> HeadToHead | None:
+    """Compare a model with the baseline by the prompts whose answers all have scores; None if there is no such one."""
+    parts = [part for part in zip(scores(first), scores(other), longer_by(first, other), strict=True) if all(part[:2])]
+    return compare(*zip(*parts, strict=True)) if parts else None
+
+
+def by_judge(first: Contestant, other: Contestant) -> HeadToHead | None:
+    """Compare a model with the baseline by preferences; orders that differ are a tie. None without a preference."""
+    judged = [[pair for pair in pairs if pair] for pairs in other.preferences]
+    parts = [part for part in zip(judged, longer_by(first, other), strict=True) if part[0]]
+    if not parts:
+        return None
+    meetings = [[there if there == back else 0 for there, back in pairs] for pairs, _ in parts]
+    every = [pair for pairs in judged for pair in pairs]
+    return replace(
+        head_to_head(meetings, [tokens for _, tokens in parts]),
+        disagreement=statistics.fmean(there != back for there, back in every),
+        num_unjudged=sum(map(len, other.preferences)) - len(every),
+    )
+
+
+def longer_by(first: Contestant, other: Contestant) -> list[float]:
+    """Return for each prompt by how many tokens the answers of `other` are longer."""
+    return [theirs - ours for ours, theirs in zip(mean_lengths(first), mean_lengths(other), strict=True)]
 
 
 def mean_lengths(contestant: Contestant) -> list[float]:
@@ -119,44 +167,47 @@ def mean_lengths(contestant: Contestant) -> list[float]:
     return [statistics.fmean(row.num_tokens for row in answers) for answers in contestant.answers]
 
 
-def summarise(contestants: Sequence[Contestant]) -> list[Summary]:
+def summarise(
+    contestants: Sequence[Contestant], against: Callable[[Contestant, Contestant], HeadToHead | None] = by_scores
+) -> list[Summary]:
     """Return each model's averages and its wins against the first one, in order."""
-    first, lengths, summaries = scores(contestants[0]), mean_lengths(contestants[0]), []
+    summaries = list[Summary]()
     for index, contestant in enumerate(contestants):
         rows = [row for answers in contestant.answers for row in answers]
         own_scores = scores(contestant)
-        longer = [mine - theirs for theirs, mine in zip(lengths, mean_lengths(contestant), strict=True)]
-        parts = [part for part in zip(first, own_scores, longer, strict=True) if part[0] and part[1]]
         summary = Summary(
             contestant.label,
             contestant.path,
             mean_tokens=statistics.fmean(row.num_tokens for row in rows),
             finished_share=statistics.fmean(row.finished for row in rows),
             mean_score=statistics.fmean(map(statistics.fmean, filter(None, own_scores))) if any(own_scores) else None,
-            against=compare(*zip(*parts, strict=True)) if parts and index > 0 else None,
+            against=against(contestants[0], contestant) if index > 0 else None,
         )
         summaries.append(summary)
     return summaries
 
 
 def by_scorer(contestants: Sequence[Contestant]) -> dict[str, list[Summary]]:
-    """Return the summaries by each scorer, the deciding one first; those without scores by ""."""
+    """Return the summaries by each scorer, the deciding one first and an LLM judge last; those without scores by ""."""
     names = list(contestants[0].answers[0][0].scores)
-    return {name: summarise([scored_by(name, one) for one in contestants]) for name in names} or {
-        "": summarise(contestants)
-    }
+    summaries = {name: summarise([scored_by(name, one) for one in contestants]) for name in names}
+    if any(one.preferences for one in contestants):
+        summaries[JUDGED] = summarise([scored_by(JUDGED, one) for one in contestants], by_judge)
+    return summaries or {"": summarise(contestants)}
 
 
 def scored_by(name: str, contestant: Contestant) -> Contestant:
-    """Return a model whose wins a scorer decides."""
-    answers = (tuple(replace(row, reward=row.scores[name]) for row in rows) for rows in contestant.answers)
+    """Return a model whose wins a scorer decides; a judge of pairs gives no scores."""
+    answers = (tuple(replace(row, reward=row.scores.get(name)) for row in rows) for rows in contestant.answers)
     return replace(contestant, answers=tuple(answers))
 
 
 def to_json(prompts: Sequence[str], contestants: Sequence[Contestant], settings: dict[str, Any]) -> dict[str, Any]:
     """Return a whole comparison as one JSON object."""
+    judged = [one for one in contestants if one.preferences]
     answers = [
         {"prompt": text, "answers": {one.label: list(map(json_row, one.answers[index])) for one in contestants}}
+        | ({"preferences": {one.label: one.preferences[index] for one in judged}} if judged else {})
         for index, text in enumerate(prompts)
     ]
     summaries = {name: list(map(asdict, each)) for name, each in by_scorer(contestants).items()}
@@ -227,16 +278,16 @@ def figure_rows(by_name: Mapping[str, Sequence[Summary]]) -> list[list[str]]:
     for name, summaries in by_name.items():
         for one in summaries:
             score = "" if one.mean_score is None else f"{one.mean_score:.4g}"
-            rate, equal_length, difference = (
-                (one.against.win_rate, one.against.length_controlled, one.against.difference)
-                if one.against
-                else (None, None, None)
-            )
+            names = ("win_rate", "length_controlled", "difference", "disagreement")
+            rate, equal_length, difference, disagreement = (getattr(one.against, name, None) for name in names)
             row = [one.label, f"{one.mean_tokens:.1f}", f"{one.finished_share:.0%}", printable(name), score]
-            rows.append([*row, shown(rate, ".2f"), shown(equal_length, ".2f"), shown(difference, "+.3g")])
-    if not any(one.mean_score is not None for summaries in by_name.values() for one in summaries):
-        return [row[:3] for row in rows]
-    return rows if len(by_name) > 1 else [row[:3] + row[4:] for row in rows]
+            row += [shown(rate, ".2f"), shown(equal_length, ".2f"), shown(difference, "+.3g")]
+            rows.append([*row, "-" if disagreement is None else f"{disagreement:.0%}"])
+    has_scores = any(one.mean_score is not None for summaries in by_name.values() for one in summaries)
+    is_judged = JUDGED in by_name
+    has_rates = has_scores or is_judged
+    in_use = [True] * 3 + [len(by_name) > 1 and has_rates, has_scores, has_rates, has_rates, has_scores, is_judged]
+    return [list(compress(row, in_use)) for row in rows]
 
 
 def shown(interval: Interval | None, form: str) -> str:
@@ -255,13 +306,22 @@ def legend(by_name: Mapping[str, Sequence[Summary]]) -> list[str]:
         f"{label}{f' by {printable(name)}' if len(by_name) > 1 else ''} {one.wins}/{one.ties}/{one.losses}"
         for name, label, one in pairs
     )
-    return [
-        *lines,
+    lines += [
         f"win rate: how often an answer is scored above {first}'s; a tie counts half; in brackets its 95 % "
         f"interval by {method}, n = {number} prompts.",
         "LC win rate: length-controlled, what a logistic model of the wins predicts for answers of equal length; - "
         f"with fewer than {MIN_PROMPTS} prompts, or if nearly all answers of one model are longer.",
-        f"score difference: mean score minus {first}'s, with its 95 % interval over the prompts.",
+    ]
+    if any(name != JUDGED for name in by_name):
+        lines.append(f"score difference: mean score minus {first}'s, with its 95 % interval over the prompts.")
+    if JUDGED in by_name:
+        unjudged = "; ".join(f"{label} {one.num_unjudged}" for name, label, one in pairs if name == JUDGED)
+        lines += [
+            "orders differ: share of pairs in which the LLM judge's preference depends on their order; they are ties.",
+            f"pairs without a rating in one of the orders, left out: {unjudged}.",
+        ]
+    return [
+        *lines,
         f"wins/ties/losses against {first}: {counts}.",
     ]
 

@@ -261,6 +261,8 @@ TESTS: dict[str, str] = {
     "rlhf/test_sample.py::test_scores_and_their_weighted_sum": "sample.reward_function",
     "rlhf/test_compare.py::test_a_function_decides_the_wins_by_a_column_of_the_data": "prompt_eval.reward_function",
     "rlhf/test_compare.py::test_a_function_that_takes_too_long_ends_the_comparison": "prompt_eval.reward_timeout_s",
+    "rlhf/test_compare_judge.py::test_a_judge_that_prefers_the_longer_answer_agrees_in_both_orders":
+        "prompt_eval.judge_pairs",
     "rlhf/test_compare.py::test_as_many_workers_as_the_flag_says": "prompt_eval.reward_workers",
     "inference/test_sampled_scores.py::test_raw_scores_of_transformers_are_added_to_those_of_functions[1]":
         "sample.reward_model",

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from markdown_it import MarkdownIt
@@ -12,7 +13,7 @@ from support.messages import naming
 from pipeline.errors import InputError
 from pipeline.inference.answer_rows import Answer
 from pipeline.inference.bootstrap import length_controlled
-from pipeline.inference.comparison import Contestant, compare, markdown, print_comparison, summarise
+from pipeline.inference.comparison import Contestant, by_judge, compare, markdown, print_comparison, summarise
 from pipeline.inference.intervals import mean_interval, wilson
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 from rlhf.compare import CompareConfig, estimate, write_files
@@ -181,3 +182,30 @@ def test_no_path_and_no_setting_is_markup(tmp_path):
     codes = [token.content for token in inline if token.type == "code_inline"]
     shown = "a\\x1b'b''<img src=x>[c](http://d)**e**\\| # f"
     assert [code for code in codes if "img" in code] == [f"{shown}A", f"{shown}B", shown, shown]
+
+
+# ---- an LLM judge of pairs ----
+
+
+def test_preferences_of_one_mind_give_the_figures_of_the_scores():
+    """The signs of the scores as the judge's preferences in both orders, also the rate at equal length."""
+    contestants = length_decides()
+    expected = summarise(contestants)[1].against
+    signs = [int(answers[0].reward) for answers in contestants[1].answers]
+    judged = replace(contestants[1], preferences=tuple(((sign, sign),) for sign in signs))
+    against = by_judge(contestants[0], judged)
+    assert against == replace(expected, difference=None, disagreement=0.0, num_unjudged=0)
+    assert against.length_controlled is not None
+
+
+def test_orders_that_differ_are_ties_and_pairs_without_a_rating_are_left_out():
+    # Prompt 1: a win, a win in one order alone, none: (1 + 0.5) / 2. Prompt 2: none. Prompt 3: a loss, an agreed tie,
+    # a tie in one order alone: (0 + 0.5 + 0.5) / 3. Of 5 pairs with both ratings 2 differ.
+    preferences = (((1, 1), (1, -1), None), (None, None, None), ((-1, -1), (0, 0), (0, 1)))
+    one = Contestant("A", "a", ((answer("a", 2),),) * 3)
+    other = Contestant("B", "b", ((answer("b", 2),) * 3,) * 3, preferences)
+    against = by_judge(one, other)
+    assert (against.wins, against.ties, against.losses, against.num_prompts) == (1, 3, 1, 2)
+    assert against.win_rate.value == pytest.approx((0.75 + 1 / 3) / 2) and against.disagreement == 0.4
+    assert against.num_unjudged == 4 and against.length_controlled is None
+    assert by_judge(one, replace(other, preferences=((None,),) * 3)) is None

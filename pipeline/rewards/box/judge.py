@@ -44,7 +44,19 @@ RUBRIC = """
 Unlike the other two texts, the rubric is an instruction to you: rate the response by it.
 
 """
-WITH_RUBRIC = TEMPLATE.replace("\nGive your reasons", f"{RUBRIC}Give your reasons")
+# The question about two responses, of which the other one comes first; the hash in all marks is that of all texts.
+COMPARISON = (
+    TEMPLATE.replace("Rate how well a response answers its prompt", "Compare two responses to a prompt")
+    .replace("0 (useless)", "0 (the first is far better) over 5 (both are equal)")
+    .replace("10 (perfect)", "10 (the second is far better)")
+    .replace("response {fence}>", "second response {fence}>")
+    .replace("<second", "<first response {fence}>\n{other}\n</first response {fence}>\n\n<second")
+)
+RUBRICS = {TEMPLATE: RUBRIC, COMPARISON: RUBRIC.replace("two texts", "texts").replace("response", "responses")}
+WITH_RUBRIC = {
+    template: template.replace("\nGive your reasons", f"{rubric}Give your reasons")
+    for template, rubric in RUBRICS.items()
+}
 RATING = re.compile(r"Rating: *([0-9]+(?:\.[0-9]+)?)")
 MATCH_LIMIT_S = 5.0  # of the search for a user's pattern in one answer, with the start of its process
 MAX_ANSWER_BYTES = 10**6
@@ -174,6 +186,7 @@ async def judge(
     pattern: str = "",
     scale: float = 10.0,
     column: str = "",
+    compared_with: str = "",
     key_variable: str = "",
     parameters: Mapping[str, Any] | None = None,
     retries: int = 5,
@@ -198,6 +211,9 @@ async def judge(
         scale: the greatest rating, by which ratings are divided; others than 0 to `scale` are none.
         column: holds the rubric of each row: what a good response to the prompt has, a text or a list. A template of
             yours needs `{rubric}` then, which is empty in a row without a rubric.
+        compared_with: column that holds another response to each prompt, which is shown first. The rating is then 0 if
+            that one is far better, half of `scale` if both are equal, and `scale` if the response is far better. A
+            template of yours needs `{other}` then.
         key_variable: name of the environment variable that holds the key; none is sent without it.
         parameters: further fields of a request; `{"temperature": 0.0}` where none are given.
         retries: how many times a question is asked again after 429, 5xx or a broken connection.
@@ -212,10 +228,14 @@ async def judge(
         raise InputError(
             "reward function judge: needs {completion} in template, scale > 0, concurrency >= 1, retries >= 0"
         )
-    _check_template(template, pattern, column)
-    rubrics = column_of("judge", columns, column, completions) if column else [None] * len(completions)
+    template = COMPARISON if compared_with and template == TEMPLATE else template
+    _check_template(template, pattern, {"column": column, "compared_with": compared_with})
+    rubrics, others = (
+        column_of("judge", columns, name, completions) if name else [None] * len(completions)
+        for name in (column, compared_with)
+    )
     settings = json.dumps([url, model, fields, pattern, scale], sort_keys=True)
-    questions = [_question(template, *row) for row in zip(prompts, completions, rubrics, strict=True)]
+    questions = [_question(template, *row) for row in zip(prompts, completions, rubrics, others, strict=True)]
     digests = [hashlib.sha256(f"{settings}{question}".encode(errors="replace")).digest() for question in questions]
     scores = await _scores(endpoint, dict(zip(digests, questions, strict=True)), concurrency, pattern, scale)
     return [scores[digest] for digest in digests]
@@ -224,24 +244,30 @@ async def judge(
 judge.runs_in = "rank"  # type: ignore[attr-defined]
 
 
-def _check_template(template: str, pattern: str, column: str) -> None:
-    """Raise InputError where a template and the settings that it is read with do not belong together."""
+def _check_template(template: str, pattern: str, columns: Mapping[str, str]) -> None:
+    """Raise InputError where a template and the settings that it is read with do not belong together.
+
+    columns: each setting that names a column, with its value.
+    """
     if not pattern and "Rating:" not in template:
         raise InputError("reward function judge: template asks for no last line `Rating: N`; do, or give a pattern")
-    if template != TEMPLATE and bool(column) != ("{rubric}" in template):
-        raise InputError("reward function judge: {rubric} in template and the setting column need each other")
+    for mark, setting in (("{rubric}", "column"), ("{other}", "compared_with")):
+        if template not in WITH_RUBRIC and bool(columns[setting]) != (mark in template):
+            raise InputError(f"reward function judge: {mark} in template and the setting {setting} need each other")
     re.compile(pattern)
 
 
-def _question(template: str, prompt: str | Messages, completion: str | Messages, rubric: object) -> str:
+def _question(template: str, prompt: str | Messages, completion: str | Messages, rubric: object, other: Any) -> str:
     """Return a template with its places filled at once, so that a text with `{completion}` in it stays as it is."""
     turns = prompt if isinstance(prompt, str) else "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
     texts = {"{prompt}": turns, "{completion}": text_of(completion)}
     if rubric:
         texts["{rubric}"] = rubric if isinstance(rubric, str) else json.dumps(rubric, ensure_ascii=False, indent=1)
-        template = WITH_RUBRIC if template == TEMPLATE else template
+        template = WITH_RUBRIC.get(template, template)
+    if "{other}" in template:
+        texts["{other}"] = text_of(other)
     texts["{fence}"] = hashlib.sha256(json.dumps([*texts.values()]).encode()).hexdigest()[:16]
-    return re.sub(r"\{(?:prompt|completion|rubric|fence)\}", lambda match: texts.get(match[0], ""), template)
+    return re.sub(r"\{(?:prompt|completion|rubric|other|fence)\}", lambda match: texts.get(match[0], ""), template)
 
 
 async def _scores(
