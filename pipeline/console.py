@@ -149,16 +149,17 @@ def shell_lines(argv: Iterable[str]) -> str:
     return " \\\n".join(lines).removeprefix(" ")
 
 
-def visible(text: Any) -> str:
-    """Return a text of a model or a file, truncated, with control characters and direction marks escaped."""
+def visible(text: Any, most: int = MOST_TEXT) -> str:
+    """Return a text of a model or a file, truncated, with control characters and direction marks escaped.
+
+    most: most characters.
+    """
     text = str(text)
     shown = "".join(
         char if char.isprintable() or char in PLAIN or char.isspace() and ord(char) > 0xA0 else ascii(char)[1:-1]
-        for char in text[:MOST_TEXT]
+        for char in text[:most]
     )
-    return shown + (
-        f" \N{HORIZONTAL ELLIPSIS} ({len(text) - MOST_TEXT:,} more characters)" if len(text) > MOST_TEXT else ""
-    )
+    return shown + (f" \N{HORIZONTAL ELLIPSIS} ({len(text) - most:,} more characters)" if len(text) > most else "")
 
 
 def code_span(text: str) -> str:

@@ -19,7 +19,7 @@ from pipeline.errors import InputError, counted, printable, say
 from pipeline.files import OURS, read_object, refused_by_disk, write_text
 from pipeline.inference.answer_rows import Answer
 from pipeline.inference.answer_settings import AnswerSettings
-from pipeline.inference.comparison import Contestant, markdown, print_comparison, to_json
+from pipeline.inference.comparison import Contestant, figures, markdown, print_comparison, to_json
 from pipeline.inference.prompt_lists import bundled_prompts, other_columns, read_prompts, shown_prompt
 from pipeline.models.paths import check_language_model, check_reward_model, last_part
 from pipeline.redact import masked
@@ -69,7 +69,7 @@ class CompareConfig(WorkerFlags):
         "English", "Which bundled prompts to use: 108 English, 32 Chinese or 32 Japanese ones"
     )
     output: str = flag(
-        "", "Write <output>.json and <output>.md (in a folder prompt_eval.*); none: print only", kind="path"
+        "", "Write <output>.html, .md and .json (in a folder prompt_eval.*); none: print only", kind="path"
     )
     batch_size: int = flag(8, "Number of prompts answered, or answers scored, at once", ge=1)
     seed: int = flag(1234, "Seed of sampled answers, the same for every model", ge=0)
@@ -329,7 +329,9 @@ def with_scores(contestants: list[Contestant], scores: dict[str, list[float | No
 
 
 def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestants: list[Contestant]) -> None:
-    """Write the comparison as `<prefix>.json` and `<prefix>.md`."""
+    """Write the comparison as `<prefix>.json`, `<prefix>.md` and `<prefix>.html`."""
+    from pipeline.reporting.page import templates  # with matplotlib
+
     left_out = {"model", "output"} | ({} if config.reward_function else WorkerFlags.model_fields).keys()
     settings = {
         name: masked(value) for name, value in flat_items(config) if value not in ("", []) and name not in left_out
@@ -337,12 +339,15 @@ def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestan
     content = to_json(texts, contestants, settings)
     words = {name: ", ".join(value) if isinstance(value, list) else str(value) for name, value in settings.items()}
     listed = ", ".join(f"{name} {code_span(printable(text))}" for name, text in words.items())
+    written, page = time.strftime("%Y-%m-%d %H:%M"), templates().get_template("comparison.html.j2")
+    html = page.render(content, name=prefix.name, written=written, words=words, figures=figures(contestants))
     # with_name, not with_suffix: a prefix such as run-0.5 contains a dot.
-    json_file, markdown_file = (prefix.with_name(prefix.name + suffix) for suffix in (".json", ".md"))
+    files = [prefix.with_name(f"{prefix.name}.{suffix}") for suffix in ("json", "md", "html")]
     with refused_by_disk(prefix):
-        write_text(json_file, json.dumps(content, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
-        write_text(markdown_file, markdown(texts, contestants, f"Settings: {listed}."))
-    say(f"written: {json_file} and {markdown_file}")
+        write_text(files[0], json.dumps(content, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
+        write_text(files[1], markdown(texts, contestants, f"Settings: {listed}."))
+        write_text(files[2], html)
+    say(f"written: {', '.join(map(str, files))}")
 
 
 main = command(run, "rlhf compare")

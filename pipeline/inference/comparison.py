@@ -290,6 +290,12 @@ def figure_rows(by_name: Mapping[str, Sequence[Summary]]) -> list[list[str]]:
     return [list(compress(row, in_use)) for row in rows]
 
 
+def figures(contestants: Sequence[Contestant]) -> tuple[list[list[str]], list[str]]:
+    """Return the rows of the figures with their headings, and the lines that explain them."""
+    summaries = by_scorer(contestants)
+    return figure_rows(summaries), legend(summaries)
+
+
 def shown(interval: Interval | None, form: str) -> str:
     return f"{interval.value:{form}} [{interval.low:{form}}, {interval.high:{form}}]" if interval else "-"
 
@@ -317,7 +323,7 @@ def legend(by_name: Mapping[str, Sequence[Summary]]) -> list[str]:
     if JUDGED in by_name:
         unjudged = "; ".join(f"{label} {one.num_unjudged}" for name, label, one in pairs if name == JUDGED)
         lines += [
-            "orders differ: share of pairs in which the LLM judge's preference depends on their order; they are ties.",
+            "orders differ: share of pairs whose preference by the LLM judge changes with their order; these are ties.",
             f"pairs without a rating in one of the orders, left out: {unjudged}.",
         ]
     return [
@@ -328,10 +334,10 @@ def legend(by_name: Mapping[str, Sequence[Summary]]) -> list[str]:
 
 def markdown(prompts: Sequence[str], contestants: Sequence[Contestant], settings_line: str) -> str:
     """Render the whole comparison as a Markdown document."""
-    summaries = by_scorer(contestants)
-    head, *rows = (f"| {' | '.join(row)} |" for row in figure_rows(summaries))
+    table, explained = figures(contestants)
+    head, *rows = (f"| {' | '.join(row)} |" for row in table)
     lines = ["# Comparison", "", *(f"- {one.label} = {code_span(printable(one.path))}" for one in contestants), ""]
-    lines += [settings_line, "", head, "|" + "---|" * (head.count("|") - 1), *rows, "", *legend(summaries), ""]
+    lines += [settings_line, "", head, "|" + "---|" * (head.count("|") - 1), *rows, "", *explained, ""]
     for index, prompt in enumerate(prompts):
         lines += [f"## Prompt {index + 1}", "", fenced(printable(prompt)), ""]
         for contestant in contestants:
