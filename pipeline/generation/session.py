@@ -56,10 +56,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of a streamed response since its last report."""
+    """The tokens of a streamed response since its last report, with log-probabilities (T,) as those of `Finished`."""
 
     request: Request
     ids: list[int]
+    log_probs: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ def new_events(
         if length is not None:
             ids, log_probs, reason = ids[:length], log_probs[:length], "stop"
         request.seen = drawn[:length]
-        events = [Tokens(request, request.seen[first:])] if request.streams else []
+        events = [Tokens(request, request.seen[first:], log_probs[first:])] if request.streams else []
     return [*events, Finished(request, ids, log_probs, reason)] if reason else events
 
 

@@ -126,16 +126,18 @@ def test_a_stop_text_ends_a_response_with_the_token_that_completes_it(backend, d
     stopped = session.submit(prompt, Sampling(9, stop=stop), key, sample=sample, streams=True)
     session.submit(prompt, how, key, sample=sample)
     session.submit(prompt, Sampling(at, stop=stop), key, sample=sample)  # its limit comes first
-    streamed, found = [], {}
+    streamed, log_probs, found = [], [], {}
     while not session.is_idle:
         for event in session.advance():
             if isinstance(event, Tokens):
                 assert event.request is stopped and event.ids
                 streamed += event.ids
+                log_probs += event.log_probs.tolist()
             else:
                 found[event.request.number] = event
     assert [found[n].reason for n in range(3)] == ["stop", "limit", "limit"]
     assert found[0].ids.tolist() == streamed == ids[: at + 1] and len(found[0].log_probs) == at + 1
+    assert log_probs == found[0].log_probs.tolist()
     assert found[1].ids.tolist() == ids and found[2].ids.tolist() == ids[:at]
 
 
@@ -144,12 +146,13 @@ def test_tokens_are_streamed_while_the_response_is_written(backend):
     session = source_of(backend, opt(), frozenset()).session(ROOM)
     session.submit(Prompt([5, 6], 1), Sampling(9), RandomKey(1, "r"), streams=True)
     session.submit(Prompt([5, 6], 1), Sampling(9), RandomKey(2, "r"))
-    events = []
+    events, log_probs = [], []
     while not session.is_idle:
-        events += session.advance()
+        events += (new := session.advance())
+        log_probs += [value for event in new if isinstance(event, Tokens) for value in event.log_probs.tolist()]
     pieces = [event.ids for event in events if isinstance(event, Tokens)]
     (first,) = [event for event in events if isinstance(event, Finished) and event.request.number == 0]
-    assert len(pieces) >= 3 and sum(pieces, []) == first.ids.tolist()
+    assert len(pieces) >= 3 and sum(pieces, []) == first.ids.tolist() and log_probs == first.log_probs.tolist()
     assert all(event.request.number == 0 for event in events if isinstance(event, Tokens))
 
 
@@ -167,15 +170,17 @@ def test_responses_that_start_again_are_reported_once(monkeypatch):
         for n in range(2)
     ]
     pieces: dict[int, list[int]] = {ticket.number: [] for ticket in tickets}
+    num_log_probs = 0
     found = {}
     while not session.is_idle:
         for event in session.advance():
             if isinstance(event, Tokens):
                 pieces[event.request.number] += event.ids
+                num_log_probs += len(event.log_probs)
             else:
                 found[event.request.number] = event.ids.tolist()
     assert isinstance(source, Generator) and source._buffers is not None and source._buffers.num_slots == 1
-    assert pieces == found and all(len(ids) == 9 for ids in found.values())
+    assert pieces == found and all(len(ids) == 9 for ids in found.values()) and num_log_probs == 18
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -262,7 +262,6 @@ REFUSED = [
     ({"presence_penalty": 1}, 400, "presence_penalty"),
     ({"tools": [{"type": "function"}]}, 400, "tools"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format"),
-    ({"stream": True, "logprobs": True}, 400, "logprobs"),
 ]
 
 

@@ -149,8 +149,6 @@ class Server:
     async def answered(self, request: Request, answers: Answers, reply: Reply, encoders: Sequence[Encode]) -> Response:
         """Sample the answers, and send them at once or piece by piece."""
         body = reply.body
-        if body.stream and reply.has_log_probs:
-            raise ApiError(400, "logprobs: are not streamed")
         self.admit(answers)
         try:
             await unless_gone(request, self.begin(answers, reply, encoders))
@@ -185,20 +183,23 @@ class Server:
                 answers.receive(number, Ended("limit", [], []))
             return
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
-        await self.work(answers.submission(sampling, seed, continues=not reply.is_chat))
+        how = {"continues": not reply.is_chat, "has_log_probs": body.stream and reply.has_log_probs}
+        await self.work(answers.submission(sampling, seed, **how))
 
     async def streamed(self, answers: Answers, reply: Reply) -> AsyncIterator[str]:
         """Yield the lines of a stream. It ends early, with all its requests, if the client has gone."""
-        num_tokens = 0
+        num_tokens, listed = 0, Counter[int]()  # tokens of each answer in its chunks
         try:
             for number in range(answers.count if reply.is_chat else 0):
-                yield event_line(reply.chunk(number, "", None, is_first=True))
+                yield event_line(reply.chunk(number, "", None))
             async for number, event in answers.events():
                 if isinstance(event, Ended):
                     num_tokens += len(event.ids)
-                    yield event_line(reply.chunk(number, "", FINISH[event.reason]))
+                    last = [*zip(event.ids, event.log_probs, strict=True)][listed[number] :]
+                    yield event_line(reply.chunk(number, "", FINISH[event.reason], last))
                 else:
-                    yield event_line(reply.chunk(number, event.text, None))
+                    listed[number] += len(event.tokens)
+                    yield event_line(reply.chunk(number, event.text, None, event.tokens))
             if reply.body.stream_options and reply.body.stream_options.include_usage:
                 yield event_line(reply.last_chunk(num_tokens))
         except ApiError as error:

@@ -3,6 +3,7 @@
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -57,6 +58,7 @@ class Reply:
     chat_model: the model.
     num_prompt_tokens: of all prompts.
     echoes: the prompts that the answers repeat; empty: none.
+    _offsets: for each answer of a stream the characters of its tokens in earlier chunks.
     _id: a random name.
     _created: seconds since 1970.
     """
@@ -65,6 +67,7 @@ class Reply:
     chat_model: ChatModel
     num_prompt_tokens: int = 0
     echoes: Sequence[Echo] = ()
+    _offsets: Counter[int] = field(default_factory=Counter)
     _id: str = field(default_factory=lambda: secrets.token_hex(12))
     _created: int = field(default_factory=lambda: int(time.time()))
 
@@ -86,10 +89,17 @@ class Reply:
         numbers = {"prompt_tokens": self.num_prompt_tokens, "completion_tokens": num_tokens}
         return numbers | {"total_tokens": sum(numbers.values())}
 
-    def chunk(self, number: int, text: str, finish: str | None, *, is_first: bool = False) -> Json:
-        """Return a line of a stream about answer `number`."""
-        delta = ({"role": "assistant"} if is_first else {}) | ({"content": text} if text or is_first else {})
-        piece = {"delta": delta} if self.is_chat else {"text": text}
+    def chunk(self, number: int, text: str, finish: str | None, new: Sequence[tuple[int, float]] | None = None) -> Json:
+        """Return a line of a stream about answer `number`.
+
+        new: (token, log-probability) since its last line; None for the first line of a chat.
+        """
+        delta = ({"role": "assistant"} if new is None else {}) | ({"content": text} if text or new is None else {})
+        piece: Json = {"delta": delta} if self.is_chat else {"text": text}
+        if self.has_log_probs:
+            tokens = self.sampled(new or ())
+            piece["logprobs"] = self.listed(tokens, self._offsets[number]) if new else None
+            self._offsets[number] += sum(map(len, tokens.tokens))
         return self.head(streamed=True) | {"choices": [{"index": number} | piece | {"finish_reason": finish}]}
 
     def last_chunk(self, num_tokens: int) -> Json:
@@ -104,24 +114,31 @@ class Reply:
 
     def choice(self, number: int, text: str, ended: Ended) -> Json:
         """Return an answer that has ended."""
-        tokens = TokenTexts(*self.sampled(ended)) if self.has_log_probs else None
+        tokens = self.sampled([*zip(ended.ids, ended.log_probs, strict=True)]) if self.has_log_probs else None
         shared = {"index": number, "finish_reason": FINISH[ended.reason]}
         if self.is_chat:
-            listed = tokens and [
-                {"token": token, "logprob": log_prob, "bytes": whole_bytes(token), "top_logprobs": []}
-                for token, log_prob in zip(tokens.tokens, tokens.log_probs, strict=True)
-            ]
             content = {"message": {"role": "assistant", "content": text}}
-            return shared | content | {"logprobs": None if listed is None else {"content": listed}}
+            return shared | content | {"logprobs": tokens and self.listed(tokens)}
         if self.echoes:
             echo = self.echoes[number // self.body.n]
             text, tokens = echo.text + text, tokens and echo.tokens and echo.tokens + tokens
-        return shared | {"text": text, "logprobs": tokens and completion_log_probs(tokens)}
+        return shared | {"text": text, "logprobs": tokens and self.listed(tokens)}
 
-    def sampled(self, ended: Ended) -> tuple[list[str], list[float | None], list[dict[str, float] | None]]:
-        """Return the fields of TokenTexts for an answer; the session retains no values of other tokens."""
-        texts = [decode_token(self.chat_model, token) for token in ended.ids]
-        return texts, [*ended.log_probs], [{text: value} for text, value in zip(texts, ended.log_probs, strict=True)]
+    def sampled(self, tokens: Sequence[tuple[int, float]]) -> TokenTexts:
+        """Return (token, log-probability) of an answer with texts; the session retains no values of other tokens."""
+        pairs = [(decode_token(self.chat_model, token), value) for token, value in tokens]
+        return TokenTexts([text for text, _ in pairs], [value for _, value in pairs], [dict([pair]) for pair in pairs])
+
+    def listed(self, tokens: TokenTexts, offset: int = 0) -> Json:
+        """Return the field `logprobs`. `offset`: characters of the answer before these tokens."""
+        if not self.is_chat:
+            return completion_log_probs(tokens, offset)
+        return {
+            "content": [
+                {"token": token, "logprob": log_prob, "bytes": whole_bytes(token), "top_logprobs": []}
+                for token, log_prob in zip(tokens.tokens, tokens.log_probs, strict=True)
+            ]
+        }
 
 
 def decode_token(chat_model: ChatModel, token: int) -> str:
@@ -134,14 +151,14 @@ def whole_bytes(token: str) -> list[int] | None:
     return None if "\ufffd" in token else list(token.encode())
 
 
-def completion_log_probs(tokens: TokenTexts) -> Json:
-    """Return the field `logprobs` of a completion."""
+def completion_log_probs(tokens: TokenTexts, offset: int) -> Json:
+    """Return the field `logprobs` of a completion, whose first token begins at character `offset`."""
     lengths = [len(text) for text in tokens.tokens]
     return {
         "tokens": tokens.tokens,
         "token_logprobs": tokens.log_probs,
         "top_logprobs": tokens.top,
-        "text_offset": list(accumulate(lengths, initial=0))[:-1],
+        "text_offset": list(accumulate(lengths, initial=offset))[:-1],
     }
 
 

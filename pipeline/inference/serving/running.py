@@ -48,8 +48,8 @@ class Answers:
         self.num_left -= not isinstance(event, Piece)
         self.queued.put_nowait((number, event))
 
-    def submission(self, sampling: Sampling, seed: int, *, continues: bool) -> Callable[[], None]:
-        """Return a function that submits the requests, for the worker's thread.
+    def submission(self, sampling: Sampling, seed: int, **how: bool) -> Callable[[], None]:
+        """Return a function that submits the requests, for the worker's thread, `how` as in `ServedModel.start`.
 
         Equal prompts get other random numbers each, by their copy's number.
         """
@@ -65,7 +65,7 @@ class Answers:
                         loop.call_soon_threadsafe(self.receive, number, event)
 
                 key = RandomKey(seed, "answer", self.prompts[:index].count(ids))
-                request = self.model.start(Prompt.of(ids), sampling, key, sample, deliver, continues=continues)
+                request = self.model.start(Prompt.of(ids), sampling, key, sample, deliver, **how)
                 self.submitted.append(request)
 
         return submit

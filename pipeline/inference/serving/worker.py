@@ -29,9 +29,14 @@ CONTEXT_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next piece of an answer's text."""
+    """The next piece of an answer's text.
+
+    text: the piece.
+    tokens: (token, log-probability) since the last piece; the end of their text may wait for the next piece.
+    """
 
     text: str
+    tokens: Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +81,18 @@ class StoppedText:
 
 @dataclass(slots=True)
 class ServedAnswer:
-    """An answer that is being sampled."""
+    """An answer that is being sampled.
+
+    deliver: called with each event.
+    streamer: makes text of its tokens.
+    has_log_probs: log-probabilities are read; else they are 0.
+    tokens: (token, log-probability) since the last piece.
+    """
 
     deliver: Deliver
     streamer: AnswerStreamer
+    has_log_probs: bool
+    tokens: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,9 +131,14 @@ class ServedModel:
         return self._session is None or self._session.is_idle
 
     def start(
-        self, prompt: Prompt, sampling: Sampling, key: RandomKey, sample: int, deliver: Deliver, *, continues: bool
-    ) -> Request:
-        """Submit a request. `continues`: its text continues the prompt, so that white space at its start is kept."""
+        self, prompt: Prompt, sampling: Sampling, key: RandomKey, sample: int, deliver: Deliver, *, continues: bool,
+        has_log_probs: bool = False,
+    ) -> Request:  # fmt: skip
+        """Submit a request.
+
+        continues: its text continues the prompt, so that white space at its start is kept.
+        has_log_probs: pieces of its text have the log-probabilities of their tokens.
+        """
         text = StoppedText(sampling.stop)
         has_begun = continues
 
@@ -128,7 +146,8 @@ class ServedModel:
             nonlocal has_begun
             if shown := certain if has_begun else certain.lstrip():
                 has_begun = True
-                deliver(Piece(shown))
+                deliver(Piece(shown, served.tokens))
+                served.tokens = []
 
         def emit(piece: str) -> None:
             show(text.add(piece))
@@ -140,7 +159,7 @@ class ServedModel:
 
         streamer = AnswerStreamer(self.chat_model, emit, prompt.ids[-CONTEXT_TOKENS:])
         request = self.session.submit(prompt, sampling, key, sample=sample, streams=True)
-        self._answers[request] = ServedAnswer(deliver_all, streamer)
+        served = self._answers[request] = ServedAnswer(deliver_all, streamer, has_log_probs)
         return request
 
     def withdraw(self, request: Request) -> None:
@@ -170,7 +189,10 @@ class ServedModel:
                     self._end(answer, event)
                 else:
                     self.num_tokens += len(event.ids)
-                    answer.streamer.take(event.ids)
+                    log_probs = event.log_probs.tolist() if answer.has_log_probs else [0.0] * len(event.ids)
+                    for token in zip(event.ids, log_probs, strict=True):  # one by one: a piece has those of its text
+                        answer.tokens.append(token)
+                        answer.streamer.take(token[:1])
             except BaseException as error:
                 self.withdraw(event.request)
                 answer.deliver(Failed(f"its tokens could not be decoded: {type(error).__name__}: {error}"))
