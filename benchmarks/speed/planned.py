@@ -17,15 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.speed.random_models import config_of
 from pipeline.configuration.flags import parse
 from pipeline.configuration.rank_rules import with_ranks
 from pipeline.files import GIB
 from pipeline.launching.target import parse_target
 from pipeline.models.forward import fused_layers
-from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner
 from pipeline.preparation.engine_jsons import engine_jsons
@@ -160,48 +157,34 @@ def kernels_of_then() -> Iterator[None]:
     now = fused_layers.GATED_MLPS, fused_layers.ROTARY_ATTENTIONS
     fused_layers.GATED_MLPS = fused_layers.ROTARY_ATTENTIONS = frozenset()
     try:
-        with logits_recomputed():
-            yield
+        yield
     finally:
         fused_layers.GATED_MLPS, fused_layers.ROTARY_ATTENTIONS = now
 
 
-@contextmanager
-def logits_recomputed() -> Iterator[None]:
-    """Compute the logits of several pieces again in each backward pass, as in all runs before November 30, 2026."""
-    now = CausalLM._recomputes
-    CausalLM._recomputes = lambda *_: torch.is_grad_enabled()  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        CausalLM._recomputes = now  # type: ignore[method-assign]
-
-
 class PlannerWithoutLogits(StagePlanner):
-    """Plans a stage as the runs were that computed logits again."""
+    """Plans a stage as the runs were that computed the logits of several pieces again, all before November 30, 2026."""
 
-    then = staticmethod(logits_recomputed)
-
-    def needs(self, resolved: Any) -> Any:
-        """As `StagePlanner.needs`."""
-        with self.then():
-            return StagePlanner.needs(self, resolved)
-
-    def memory(self, resolved: Any) -> Any:
-        """As `StagePlanner.memory`."""
-        with self.then():
-            return StagePlanner.memory(self, resolved)
-
-    def seconds(self, resolved: Any, plan: Any) -> Any:
-        """As `StagePlanner.seconds`."""
-        with self.then():
-            return StagePlanner.seconds(self, resolved, plan)
+    may_store_logits = False
 
 
 class PlannerOfThen(PlannerWithoutLogits):
     """Plans a stage with the kernels of the first runs that plans are compared with."""
 
-    then = staticmethod(kernels_of_then)
+    def needs(self, resolved: Any) -> Any:
+        """As `StagePlanner.needs`."""
+        with kernels_of_then():
+            return StagePlanner.needs(self, resolved)
+
+    def memory(self, resolved: Any) -> Any:
+        """As `StagePlanner.memory`."""
+        with kernels_of_then():
+            return StagePlanner.memory(self, resolved)
+
+    def seconds(self, resolved: Any, plan: Any) -> Any:
+        """As `StagePlanner.seconds`."""
+        with kernels_of_then():
+            return StagePlanner.seconds(self, resolved, plan)
 
 
 @cache

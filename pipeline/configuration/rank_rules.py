@@ -146,7 +146,7 @@ class Choice:
     """Values of flags that are `auto`; none on a CPU.
 
     flags: the values. origin: of kind PLAN. line: them and what they give, for people. plan: the memory and the time
-    that the plan expects of them, for the report; {} where they were chosen before.
+    that the plan expects of them, for the run and the report.
     """
 
     flags: Mapping[str, Any] = field(default_factory=dict)

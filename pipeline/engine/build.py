@@ -193,6 +193,8 @@ def training_engine(run: Run, module: Trained, model: ModelConfig, ds_json: dict
     add_adapters(run, module, model)
     if model.gradient_checkpointing:
         use_gradient_checkpointing(base_model(module.model))
+    if isinstance(module, CausalLM):
+        module.stores_logits = bool(run.plan.get("stores_logits"))
     groups, betas = parameter_groups(module, model), (optimizer.adam_beta1, optimizer.adam_beta2)
     gather = config.deepspeed.zero3_gather
     states = optimizer.optimizer_states

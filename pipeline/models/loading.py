@@ -282,8 +282,3 @@ def use_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Recompute activations in the backward pass; inputs get gradients, so that LoRA layers do too."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
-
-
-def uses_gradient_checkpointing(model: nn.Module) -> bool:
-    """Tell whether a layer of a model computes its activations again in the backward pass."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

@@ -126,7 +126,7 @@ def phase_seconds(
     """
     if not (target.tflops and target.tb_per_s) or dtype == "fp32":
         return {}
-    uses = {use.role: use for use in needs.models}
+    uses = {use.role: replace(use, stores_logits=plan.stores_logits) for use in needs.models}
     if not all(training_work(build(use, dtype).model).weights for use in needs.models):
         return {}
     seconds = {

@@ -184,7 +184,10 @@ def build_shape(use: ModelUse, dtype: str) -> Any:
         head.__class__ = FloatLinear if type(head) is nn.Linear else type(head)
         return TokenValueModel(model).train(use.trained)
     kinds = (Seq2SeqLM, CausalLM) if use.on_cpu else (CountedSeq2SeqLM, CountedLM)
-    return kinds[0 if config.is_encoder_decoder else 1](model).train(use.trained)
+    wrapped = kinds[0 if config.is_encoder_decoder else 1](model).train(use.trained)
+    if isinstance(wrapped, CausalLM):
+        wrapped.stores_logits = use.stores_logits
+    return wrapped
 
 
 def with_lora(model: PreTrainedModel, use: ModelUse) -> Any:

@@ -80,6 +80,7 @@ class MemoryPlan:
     on_cpu: the run computes on a CPU; then its phases include offloaded tensors.
     per_host: processes of a machine.
     checkpoint: bytes of a machine's memory for the copy of a checkpoint while it is written (disk.py).
+    stores_logits: as in `ModelUse`, of all models.
     """
 
     sizes: Mapping[str, ModelSize]
@@ -94,6 +95,7 @@ class MemoryPlan:
     on_cpu: bool = False
     per_host: int = 1
     checkpoint: int = 0
+    stores_logits: bool = False
 
     @property
     def worst(self) -> str:
@@ -127,20 +129,28 @@ def bytes_of_libraries(target: Target, ranks: int) -> tuple[int, int]:
 
 
 def plan_memory(
-    needs: StageNeeds, engines: Mapping[str, Json], target: Target, *, moments: OptimizerStates, dtype: str, gather: str
+    needs: StageNeeds,
+    engines: Mapping[str, Json],
+    target: Target,
+    *,
+    moments: OptimizerStates,
+    dtype: str,
+    gather: str,
+    stores_logits: bool = False,
 ) -> MemoryPlan:
     """Count the memory of a stage.
 
     Args:
         moments: precision of the optimizer states (--optimizer-states).
         gather: when ZeRO stage 3 gathers weights (--zero3-gather).
+        stores_logits: as in `ModelUse`, of all models.
 
     Raises:
         InputError, EnvironmentFault: a model whose config cannot be read.
     """
     ranks, per_host = target.num_gpus, target.gpus
     on_device = 0 if target.is_cpu else target.memory  # --zero3-gather auto compares with GPU memory only
-    uses = {use.role: replace(use, on_cpu=target.is_cpu) for use in needs.models}
+    uses = {use.role: replace(use, on_cpu=target.is_cpu, stores_logits=stores_logits) for use in needs.models}
     sizes = {role: model_size(use, dtype) for role, use in uses.items()}
     states = {
         role: states_of(
@@ -179,7 +189,20 @@ def plan_memory(
         whole = sizes["actor"].num_bytes if states["actor"].gathered and not rollout.copied_bytes else 0
         phases["generate"] = replace(phases["generate"], gathered=whole)
     host *= per_host
-    return MemoryPlan(sizes, states, phases, rollout, slots, keeps, host, ranks, besides, target.is_cpu, per_host)
+    return MemoryPlan(
+        sizes,
+        states,
+        phases,
+        rollout,
+        slots,
+        keeps,
+        host,
+        ranks,
+        besides,
+        target.is_cpu,
+        per_host,
+        stores_logits=stores_logits,
+    )
 
 
 def rollout_buffers(

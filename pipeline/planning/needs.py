@@ -23,6 +23,7 @@ class ModelUse:
     only_lora: with LoRA, only the adapters are trained.
     averaged: the model has a moving average in fp32.
     on_cpu: the model computes without the kernels of a GPU.
+    stores_logits: logits of a language model are stored for the backward pass, see `CausalLM`.
     """
 
     role: str
@@ -33,6 +34,7 @@ class ModelUse:
     only_lora: bool = True
     averaged: bool = False
     on_cpu: bool = False
+    stores_logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

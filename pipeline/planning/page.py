@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.resolved import Resolved
@@ -39,6 +39,7 @@ class StagePlanner:
     jsons_of: settings -> the DeepSpeed JSON of each engine.
     base_of_output: folder of an earlier stage's output -> the model that it starts from.
     target: the GPUs that are planned for.
+    may_store_logits: False for runs before logits were stored, to which plans are compared.
     cached: needs computed so far, by the identity of the settings. The settings are stored too, so that no other
         object can get their identity.
     """
@@ -47,6 +48,7 @@ class StagePlanner:
     jsons_of: JsonsOf
     base_of_output: Mapping[str, str]
     target: Target
+    may_store_logits: ClassVar[bool] = True
     cached: dict[int, tuple[Resolved, StageNeeds]] = field(default_factory=dict, repr=False)
 
     def needs(self, resolved: Resolved) -> StageNeeds:
@@ -58,7 +60,23 @@ class StagePlanner:
         return self.cached[id(resolved)][1]
 
     def memory(self, resolved: Resolved) -> MemoryPlan:
-        """Count the stage's memory under these settings. Raises InputError, EnvironmentFault."""
+        """Count the stage's memory under these settings, with logits stored for the backward pass if there is room.
+
+        There is room if the high estimate fits and the KV cache stays, as it would without them.
+
+        Raises InputError, EnvironmentFault.
+        """
+        if self.target.is_cpu or not self.target.memory or not self.may_store_logits:
+            return self.counted(resolved, stores_logits=False)
+        stored = self.counted(resolved, stores_logits=True)
+        has_room = not any(lacking(stored, self.target, high=True))
+        if has_room and (stored.keeps_buffers or not stored.slots):
+            return stored
+        plan = self.counted(resolved, stores_logits=False)
+        return stored if has_room and stored.keeps_buffers == plan.keeps_buffers else plan
+
+    def counted(self, resolved: Resolved, *, stores_logits: bool) -> MemoryPlan:
+        """Count the stage's memory with or without stored logits. Raises InputError, EnvironmentFault."""
         config, needs, engines = resolved.config, self.needs(resolved), self.jsons_of(resolved)
         plan = plan_memory(
             needs,
@@ -67,6 +85,7 @@ class StagePlanner:
             moments=config.optimizer.optimizer_states,
             dtype=self.dtype(resolved),
             gather=config.deepspeed.zero3_gather,
+            stores_logits=stores_logits,
         )
         return with_checkpoint(plan, needs.models, engines, config.run, config.optimizer.optimizer_states)
 

@@ -72,7 +72,8 @@ def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
         with suppress(InputError):
             began = Candidate.of(planner, resolved, same)
             if fits(began.plan, target) or resolved.config.run.auto == "measure":  # which has seen that it fits
-                return Choice(same, origin, f"{choice_text(began.resolved)} (as the run began)")
+                line = f"{choice_text(began.resolved)} (as the run began)"
+                return Choice(same, origin, line, expected(began, target))
     if (best := fastest(planner, resolved)) is None:
         return Choice()
     hardware = ", ".join(sorted({origin.source for _, origin in before.values()}))
@@ -123,7 +124,7 @@ def choice_of(candidate: Candidate, target: Target, more: str = "") -> Choice:
 
 
 def expected(candidate: Candidate, target: Target) -> dict[str, Any]:
-    """Return the expectations of a plan, for the run's folder: GiB of a GPU in each phase, and seconds a step.
+    """Return the expectations of a plan, for the run and its folder: GiB of a GPU in each phase, and seconds a step.
 
     A phase has `allocated`, the memory of tensors, and `reserved`, all memory of the device: expected and high. {} on a
     CPU.
@@ -135,7 +136,8 @@ def expected(candidate: Candidate, target: Target) -> dict[str, Any]:
         name: {"allocated": peak.total / GIB, "reserved": [n / GIB for n in plan.reserved(name)]}
         for name, peak in plan.phases.items()
     }
-    return {"target": str(target), "step_s": candidate.seconds, "memory_gib": memory}
+    shared = {"target": str(target), "step_s": candidate.seconds, "stores_logits": plan.stores_logits}
+    return shared | {"memory_gib": memory}
 
 
 def plan_stages(

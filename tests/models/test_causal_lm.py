@@ -15,7 +15,7 @@ from pipeline.errors import InputError
 from pipeline.models.forward import causal_lm
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.forward.hidden_states import hidden_states
-from pipeline.models.loading import backbone, load_causal_lm, use_gradient_checkpointing
+from pipeline.models.loading import backbone, load_causal_lm
 from pipeline.tensor_ops import position_ids_from_mask
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, forward_log_probs
@@ -128,10 +128,10 @@ def test_packing_is_refused_where_attention_takes_no_mask():
     assert parse(SFTConfig, words, section="sft").config.data.packing
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("stores", [False, True])
 @pytest.mark.parametrize("num_rows", [4, 2])
-def test_chunked_head_equals_the_whole_one_with_gradients(causal_folder, monkeypatch, num_rows, checkpoints):
-    """With gradient checkpointing, the logits of several pieces are computed again, not stored."""
+def test_chunked_head_equals_the_whole_one_with_gradients(causal_folder, monkeypatch, num_rows, stores):
+    """Logits of several pieces are computed again, or stored."""
     ids, mask = padded(random_rows(4)[:num_rows], side="right", extra=1)
     selected, results = every_next_token(mask), []
     calls = []
@@ -144,15 +144,13 @@ def test_chunked_head_equals_the_whole_one_with_gradients(causal_folder, monkeyp
     for limit, pieces in ((10 * row_bytes, 1), (2 * row_bytes, num_rows // 2), (row_bytes // 2, num_rows)):
         monkeypatch.setattr(causal_lm, "PIECE_BYTES", limit)
         model = loaded(causal_folder)
-        if checkpoints:
-            use_gradient_checkpointing(model.model)
-            model.train()
+        model.stores_logits = stores
         calls.clear()
         found = model(ids, attention_mask=mask, selected=selected, temperature=0.9, with_entropy=True)
         assert len(calls) == pieces
         (found.log_probs * torch.arange(1, found.log_probs.numel() + 1).view_as(found.log_probs)).sum().backward()
         results.append([found.log_probs, found.entropy, *[p.grad for p in model.parameters() if p.grad is not None]])
-        assert len(calls) == pieces * (2 if checkpoints and pieces > 1 else 1)
+        assert len(calls) == pieces * (1 if stores or pieces == 1 else 2)
     for whole, *chunked in zip(*results, strict=True):
         for one in chunked:
             torch.testing.assert_close(one, whole, rtol=1e-4, atol=1e-4)
@@ -164,7 +162,6 @@ def test_without_gradients_no_logits_are_made_twice(causal_folder, monkeypatch):
     monkeypatch.setattr(causal_lm, "checkpoint", None)
     ids, mask = padded(random_rows(4), side="right", extra=1)
     model = loaded(causal_folder)
-    use_gradient_checkpointing(model.model)
     assert model(ids, attention_mask=mask, selected=every_next_token(mask)).entropy is None
 
 

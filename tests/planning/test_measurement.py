@@ -240,13 +240,13 @@ def test_weights_are_counted_by_kind(folders, name):
 def test_logits_count_once_and_in_pieces(tmp_path):
     """V = 20,000 in bf16: 8 rows pass the head at once; of 64 rows a piece has 12, 512 MiB: 6 pieces.
 
-    With gradient checkpointing one piece is there at a time, else all of them.
+    All of them are stored, or one is there at a time.
     """
     tiny_config("llama", **SHAPE, vocab_size=20_000).save_pretrained(tmp_path)
 
-    def growth(rows: int, few: int, many: int, *, checkpoints: bool = False) -> float:
+    def growth(rows: int, few: int, many: int, *, stores: bool = True) -> float:
         """Bytes of peak for each further token that passes through the head."""
-        use = ModelUse("model", str(tmp_path), ModelConfig(gradient_checkpointing=checkpoints))
+        use = ModelUse("model", str(tmp_path), ModelConfig(), stores_logits=stores)
         works = [Pass("model", rows, LENGTH, count, trains=True, accumulates=True) for count in (few, many)]
         first, second = (peak_bytes(use, "bf16", work) for work in works)
         return (second - first) / (many - few)
@@ -254,7 +254,7 @@ def test_logits_count_once_and_in_pieces(tmp_path):
     assert growth(8, 100, 300) == pytest.approx(20_000 * 2, rel=0.02)
     assert growth(64, 1800, 3000) == pytest.approx(20_000 * 2, rel=0.02)
     # Hidden states are kept whole.
-    assert 20_000 * 2 / 6 < growth(64, 1800, 3000, checkpoints=True) < 20_000 * 2 / 4
+    assert 20_000 * 2 / 6 < growth(64, 1800, 3000, stores=False) < 20_000 * 2 / 4
 
 
 def test_fused_norms_keep_their_input_alone(folders, monkeypatch):

@@ -131,9 +131,16 @@ class ServedModel:
         return self._session is None or self._session.is_idle
 
     def start(
-        self, prompt: Prompt, sampling: Sampling, key: RandomKey, sample: int, deliver: Deliver, *, continues: bool,
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        key: RandomKey,
+        sample: int,
+        deliver: Deliver,
+        *,
+        continues: bool,
         has_log_probs: bool = False,
-    ) -> Request:  # fmt: skip
+    ) -> Request:
         """Submit a request.
 
         continues: its text continues the prompt, so that white space at its start is kept.

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.kernels.divergences import Divergence, divergences
 from pipeline.kernels.token_statistics import LogitScaling, token_statistics
 from pipeline.models.forward.hidden_states import hidden_states
-from pipeline.models.loading import WrappedModel, base_model, uses_gradient_checkpointing
+from pipeline.models.loading import WrappedModel, base_model
 
 # Logits of one piece of the head: large enough for efficient matrix products, small compared with activations.
 PIECE_BYTES = 512 * 2**20
@@ -51,7 +51,13 @@ class Comparison:
 
 
 class CausalLM(WrappedModel):
-    """A causal language model as a module that maps token ids to log-probabilities of those tokens."""
+    """A causal language model as a module that maps token ids to log-probabilities of those tokens.
+
+    stores_logits: the logits of all pieces are stored for the backward pass. Else it computes those of several pieces
+        again.
+    """
+
+    stores_logits = False
 
     def forward(
         self,
@@ -112,14 +118,6 @@ class CausalLM(WrappedModel):
         row_bytes = self.config.vocab_size * ROW_TOKENS * next(self.model.parameters()).element_size()
         return -(-rows // max(1, PIECE_BYTES // row_bytes))
 
-    def _recomputes(self, comparison: Comparison | None) -> bool:
-        """Tell whether a backward pass computes the logits of each piece again instead of storing those of all.
-
-        Without gradient checkpointing the logits of a row are small beside the activations of its layers; with it,
-        they are several times as large.
-        """
-        return torch.is_grad_enabled() and (comparison is not None or uses_gradient_checkpointing(self.model))
-
     def _in_pieces(
         self,
         hidden: torch.Tensor,
@@ -133,7 +131,8 @@ class CausalLM(WrappedModel):
         """Map (M, H) hidden states and (M,) targets to statistics (M,), piece by piece."""
         if num_pieces == 1:
             return self.head(hidden, targets, scaling, with_entropy, comparison)
-        head = partial(checkpoint, self.head, use_reentrant=False) if self._recomputes(comparison) else self.head
+        recomputes = torch.is_grad_enabled() and (comparison is not None or not self.stores_logits)
+        head = partial(checkpoint, self.head, use_reentrant=False) if recomputes else self.head
         pairs = zip(hidden.tensor_split(num_pieces), targets.tensor_split(num_pieces), strict=True)
         others: list[Comparison | None] = [None] * num_pieces
         if comparison is not None:
