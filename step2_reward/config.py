@@ -53,18 +53,18 @@ class RewardEvalConfig(Group):
         positional=True,
         ignored=TOKEN_FLAGS,
     )
-    data_path: list[str] = flag(..., "Pairs to score", min_length=1, kind="path")
+    data_path: list[str] = flag(..., "Rows to evaluate on, for a reward model pairs", min_length=1, kind="path")
     eval_split: Literal["auto", "all", "held_out"] = flag(
-        "auto", "all pairs, or held_out: the run's evaluation pairs; auto: all, unless --eval-fraction is given"
+        "auto", "all rows, or held_out: the run's evaluation rows; auto: all, unless --eval-fraction is given"
     )
     eval_fraction: float = flag(0.1, "Fraction held out if a source has no test split; 1: all rows", gt=0, le=1)
     max_seq_len: int = flag(
         512, "Most tokens of prompt and response; longer pairs' prompts are truncated on the left", ge=8
     )
-    batch_size: int = flag(16, "Pairs scored at once", ge=1)
+    batch_size: int = flag(16, "Pairs or prompts scored at once", ge=1)
     data_seed: int = flag(1234, "The run's --data-seed: it chooses the held-out prompts", ge=0)
     eval_data_path: list[str] = flag(
-        [], "Sources of which all pairs are scored; those of --data-path are then not", kind="path"
+        [], "Sources of which all rows are scored; those of --data-path are then not", kind="path"
     )
     column_map: str = flag("", "Column names in your data: prompt=question,chosen=best")
     json_output: bool = flag(False, "Print one JSON object instead of text")

@@ -24,12 +24,10 @@ def main(argv: list[str] | None = None) -> int:
         arguments = sys.argv[1:] if argv is None else argv
         resolved = command_flags(RewardEvalConfig, arguments, section="reward", prog="python -m step2_reward.eval")
         options = resolved.config
-        by_fraction = options.eval_split == "auto" and resolved.is_given("eval_fraction")
         check_reward_model(options.model, "--model")
         from step2_reward.pair_scores import evaluate_folder, lines
 
-        is_split = not options.eval_data_path and (options.eval_split == "held_out" or by_fraction)
-        results = evaluate_folder(options, "split" if is_split else "all")
+        results = evaluate_folder(options.model, resolved)
         show(json.dumps(results) if options.json_output else "\n".join(lines(results)))
 
     return run_command(work)

@@ -3,24 +3,24 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
 from pipeline import dist
+from pipeline.configuration.resolved import Resolved
 from pipeline.data.batching import PairBatch, pair_batch
 from pipeline.data.cache import load_or_build
 from pipeline.data.counts import Counts
 from pipeline.data.loader import evaluation_batches, to_device
-from pipeline.data.selection import DataOptions, parse_column_map
+from pipeline.data.selection import evaluation_options
 from pipeline.errors import InputError, counted, say
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
 from pipeline.models.reward_model import last_token_scores, load_reward_model, measured_constants
 from pipeline.models.source import ModelSource, num_positions
 from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
-from step2_reward.config import RewardEvalConfig
 from step2_reward.loss import bradley_terry_loss, per_token_loss
 from step2_reward.statistics import accuracy, accuracy_by_length, calibration, mean_margin, trivial_rules, verdict
 
@@ -172,43 +172,30 @@ def lines(results: dict[str, Any]) -> list[str]:
     return [*shown, "; ".join([f"scored {results['pairs']} of {counted(given, 'pair')}", *why])]
 
 
-def evaluate_folder(options: RewardEvalConfig, scored: Literal["split", "all"]) -> dict[str, Any]:
-    """Score the pairs of `--data-path`, all or those held out, with `--model` on this machine's device."""
+def evaluate_folder(path: str, resolved: Resolved) -> dict[str, Any]:
+    """Score the pairs that the flags choose with the model of a folder on this machine's device."""
     transformers.logging.disable_progress_bar()
-    tokenizer, source = load_tokenizer(options.model), ModelSource(options.model)
+    tokenizer, source, flags = load_tokenizer(path), ModelSource(path), resolved.config
     if tokenizer.chat_template is None:
         missing = "its tokenizer has no chat template, as stage 2 saves it; put it there as chat_template.jinja"
-        raise InputError(f"--model: {options.model}: {missing}")
-    max_seq_len = min(options.max_seq_len, num_positions(source.config) or options.max_seq_len)
-    settings = DataOptions(
-        rows="pairs",
-        shares=(1,),
-        title="reward",
-        data_path=tuple(options.eval_data_path or options.data_path),
-        data_split="none",
-        held_out_only=scored,
-        eval_fraction=options.eval_fraction,
-        seed=options.data_seed,
-        column_map=parse_column_map(options.column_map),
-        template="tokenizer",
-        max_seq_len=max_seq_len,
-        long_pairs="truncate_left",
-    )
-    data = load_or_build(settings, tokenizer)
+        raise InputError(f"--model: {path}: {missing}")
+    max_seq_len = min(flags.max_seq_len, num_positions(source.config) or flags.max_seq_len)
+    kind: Any = {"rows": "pairs", "shares": (1,), "title": "reward", "long_pairs": "truncate_left"}
+    options = evaluation_options(resolved, **kind, template="tokenizer", max_seq_len=max_seq_len)
+    data = load_or_build(options, tokenizer)
     if not len(rows := data.eval):
-        paths = " ".join(options.eval_data_path or options.data_path)
-        kinds = [*data.counts.lines(), *(["--eval-split all takes all"] if scored == "split" else [])]
-        raise InputError(f"{paths}: no pair to score: {'; '.join(kinds)}")
-    if max_seq_len < options.max_seq_len:
-        say(f"note: --max-seq-len {max_seq_len}: {options.model} has no more positions")
+        kinds = [*data.counts.lines(), *["--eval-split all takes all"] * (options.held_out_only == "split")]
+        raise InputError(f"{' '.join(options.data_path)}: no pair to score: {'; '.join(kinds)}")
+    if max_seq_len < flags.max_seq_len:
+        say(f"note: --max-seq-len {max_seq_len}: {path} has no more positions")
     say(*(f"  rows: {line}" for line in data.counts.lines()))
     device = default_device()
-    model = on_devices(load_reward_model(source, dtype=torch.float32), options.model)
+    model = on_devices(load_reward_model(source, dtype=torch.float32), path)
     pad_id = choose_padding_token(tokenizer).pad_id
-    batches = evaluation_batches(rows, pair_collator(pad_id), batch_size=options.batch_size)
+    batches = evaluation_batches(rows, pair_collator(pad_id), batch_size=flags.batch_size)
     scores = score_pairs(model, batches, device)
     if not (scores.chosen.isfinite() & scores.rejected.isfinite()).all():
-        raise InputError(f"--model: {options.model} gives scores that are no finite numbers")
+        raise InputError(f"--model: {path} gives scores that are no finite numbers")
     return report(scores, response_texts(rows, tokenizer), data.counts)
 
 

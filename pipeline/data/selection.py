@@ -80,8 +80,17 @@ def options_of(flags: Any, **changes: object) -> DataOptions:
     """
     values = {entry.name: getattr(flags, entry.name) for entry in fields(DataOptions) if hasattr(flags, entry.name)}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    values |= {"seed": flags.data_seed, "cache_dir": flags.data_output_path or None}
+    values |= {"seed": flags.data_seed, "cache_dir": getattr(flags, "data_output_path", "") or None}
     return DataOptions(**{**values, "column_map": parse_column_map(flags.column_map), **changes})
+
+
+def evaluation_options(resolved: Any, **changes: object) -> DataOptions:
+    """Return the options of rows that are evaluated and not trained on, by the resolved flags of an evaluation."""
+    flags = resolved.config
+    by_fraction = flags.eval_split == "auto" and resolved.is_given("eval_fraction")
+    is_split = not flags.eval_data_path and (flags.eval_split == "held_out" or by_fraction)
+    choice = {"data_path": tuple(flags.eval_data_path or flags.data_path), "eval_data_path": (), "data_split": "none"}
+    return options_of(flags, **choice, held_out_only="split" if is_split else "all", **changes)
 
 
 def check_held_out(number: int) -> None:

@@ -7,7 +7,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -269,17 +270,25 @@ def answers_to(
     k = config.num_samples_per_prompt
     settings = SampleSettings(max_new_tokens=config.max_answer_seq_len, temperature=1.0, n=k)
     run: Any = {"batch_size": max(1, ANSWERS_AT_ONCE // k), "seed": config.seed, "progress": f" of {len(data.prompts)}"}
-    groups, by_name = list[list[Answer]](), dict[str, list[Value]]({one.name: [] for one in functions})
     logging.basicConfig(level=logging.INFO, handlers=[StderrHandler()], force=True)  # functions print to stderr
     with reward_pool(config, functions, prints_traces=False) as pool:
         pool.check(data.columns)
         chat_model = load_chat_model(config.model, dtype=resolve_dtype("auto"))
-        for _, answers, values in scored_answers(chat_model, data, pool, settings, **run):
-            groups.append(answers)
-            for name, results in values.items():
-                by_name[name] += results
-                check_values(name, by_name[name])
-                check_one_for_each(name, results)
+        return checked_groups(scored_answers(chat_model, data, pool, settings, **run))
+
+
+def checked_groups(scored: "Iterable[tuple[Any, list[Answer], dict[str, list[Value]]]]") -> list[list[Answer]]:
+    """Return the answers to each prompt, and note failures of functions. Raises as `answers_to`.
+
+    scored: what `scored_answers` yields.
+    """
+    groups, by_name = list[list[Answer]](), defaultdict[str, list[Value]](list)
+    for _, answers, values in scored:
+        groups.append(answers)
+        for name, results in values.items():
+            by_name[name] += results
+            check_values(name, by_name[name])
+            check_one_for_each(name, results)
     for name, results in by_name.items():
         say(*failure_notes(name, results))
     return groups

@@ -108,7 +108,8 @@ def run(argv: list[str], prog: str) -> None:
     if (size := num_ranks()) > 1 and not config.output:
         raise InputError(f"--output: missing, and {size} ranks cannot share standard output; name a file")
     check_language_model(config.model, "--model")
-    functions, reward_models = scorers(config), [path for path, _ in config.reward_models()]
+    reward_models = [path for path, _ in config.reward_models()]
+    functions = scorers(config.reward_function, reward_models)
     file = Path(config.output).expanduser() if config.output else None
     if file:
         read = {"--data": config.data, "--model": [config.model], "--reward-model": reward_models}
@@ -147,10 +148,9 @@ def run(argv: list[str], prog: str) -> None:
         say(f"{whole}: {counted(count, 'row')} of {size} ranks")
 
 
-def scorers(config: SampleConfig) -> list[RewardFunction]:
+def scorers(functions_given: Sequence[str], paths: Sequence[str]) -> list[RewardFunction]:
     """Return the reward functions. Raises InputError for an invalid function or reward model, or a repeated name."""
-    functions = parse_reward_functions(config.reward_function)
-    paths = [path for path, _ in config.reward_models()]
+    functions = parse_reward_functions(functions_given)
     for path in paths:
         check_reward_model(path, "--reward-model")
     names = Counter([*(one.name for one in functions), *map(last_part, paths)])
