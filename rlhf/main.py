@@ -11,7 +11,8 @@ from pipeline.console import HELP, HELP_ALL, outlive_console, quit_on_interrupt
 from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT, nearest, say
 
 # Subcommands whose modules are in a subfolder.
-FOLDERS = {"sample": "rewards.", "reward": "rewards."} | dict.fromkeys(("convert", "export", "merge"), "models.")
+FOLDERS = {"eval": "rewards.", "sample": "rewards.", "reward": "rewards."}
+FOLDERS |= dict.fromkeys(("convert", "export", "merge"), "models.")
 # Subcommand (also the name of its module) -> its line of help.
 SUBCOMMANDS = {
     "init": "write a commented YAML file of flags for a model and data",
@@ -19,6 +20,7 @@ SUBCOMMANDS = {
     "chat": "chat with a model",
     "serve": "chat and compare in a browser; OpenAI's HTTP interface",
     "compare": "answer the same prompts with several models, side by side",
+    "eval": "evaluate base, SFT, final and reward models on held-out rows",
     "sample": "write answers to prompts, with log-probabilities and scores",
     "report": "write report.html, report.md and curves/ of one or more runs",
     "convert": "convert a DeepSpeed-Chat model to a folder of this project",

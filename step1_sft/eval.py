@@ -2,26 +2,35 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import fmean
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from pipeline import dist
-from pipeline.data.batching import IGNORED, Seq2SeqBatch, SFTBatch
-from pipeline.data.loader import to_device
-from pipeline.engine.engine import TrainingEngine
+from pipeline.data.batching import IGNORED, Seq2SeqBatch, SFTBatch, packed_sft_batch
+from pipeline.data.cache import data_fingerprint, load_or_build
+from pipeline.data.loader import evaluation_batches, to_device
+from pipeline.data.selection import DataOptions
+from pipeline.errors import say
 from pipeline.inference.answer_settings import ReplySettings
-from pipeline.inference.answers import as_chat_model, decode, generate_answers
+from pipeline.inference.answers import ChatModel, as_chat_model, decode, generate_answers
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.forward.packed_attention import packed_mask
-from pipeline.models.loading import base_model
-from pipeline.run.evaluations import WEIGHT
+from pipeline.models.loading import base_model, default_device
+from pipeline.run.evaluations import WEIGHT, Rows
+
+if TYPE_CHECKING:  # this imports DeepSpeed, which takes seconds and warns on a machine without a GPU
+    from pipeline.engine.engine import TrainingEngine
+
+    Model = TrainingEngine | CausalLM
 
 Batch = SFTBatch | Seq2SeqBatch
 
 
-def forward_log_probs(model: TrainingEngine, batch: Batch, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_log_probs(model: "Model", batch: Batch, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities (B, S - 1) fp32 of tokens and the mask of trained ones; (B, T) for encoder-decoders."""
     if isinstance(batch, Seq2SeqBatch):
         log_probs = model(batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels)
@@ -36,7 +45,7 @@ def forward_log_probs(model: TrainingEngine, batch: Batch, *, packed: bool) -> t
 
 @torch.no_grad()
 def evaluate(
-    model: TrainingEngine, batches: Iterable[Callable[[], Batch]], device: torch.device
+    model: "Model", batches: Iterable[Callable[[], Batch]], device: torch.device
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Return the metrics of the held-out rows, and the values of each row for `row_values_line`; ({}, {}) without rows.
 
@@ -56,8 +65,26 @@ def evaluate(
     return metrics, {WEIGHT: counts.tolist(), "eval_loss": (losses / counts).tolist()}
 
 
+def perplexity_by_row(model: ChatModel, options: DataOptions, *, batch_size: int) -> Rows:
+    """Return values whose mean, weighted by tokens, is the perplexity of a finished model; {} if no row has an answer.
+
+    They are the perplexity's first-order expansion in the loss of each row, so that standard errors of their mean, and
+    of a difference of two, are those of the delta method. Rows of another tokenizer or template have other keys.
+    """
+    data = load_or_build(options, model.tokenizer)
+    say(*(f"  rows: {line}" for line in data.counts.lines()))
+    collate = partial(packed_sft_batch, pad_id=model.vocabulary.pad_id)
+    batches = evaluation_batches(data.eval, collate, batch_size=batch_size)
+    metrics, values = evaluate(CausalLM(model.model), batches, default_device())
+    if not metrics:
+        return {}
+    perplexity, source = metrics["eval_perplexity"], data_fingerprint(data.eval)
+    scaled = [perplexity * (1 + loss - metrics["eval_loss"]) for loss in values["eval_loss"]]
+    return {(source, n): pair for n, pair in enumerate(zip(scaled, values[WEIGHT], strict=True))}
+
+
 def evaluate_answers(
-    engine: TrainingEngine,
+    engine: "TrainingEngine",
     tokenizer: PreTrainedTokenizerBase,
     batches: Iterable[Callable[[], Batch]],
     *,

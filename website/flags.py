@@ -12,6 +12,7 @@ from rlhf.models.convert import ConvertConfig
 from rlhf.models.export import ExportConfig
 from rlhf.models.merge import MergeConfig
 from rlhf.report import ReportConfig
+from rlhf.rewards.eval import EvalConfig
 from rlhf.rewards.reward import RewardTrialConfig
 from rlhf.rewards.sample import SampleConfig
 from rlhf.serve import ServeConfig
@@ -71,6 +72,7 @@ COMMANDS: Mapping[str, type[BaseModel]] = {
     "`rlhf chat`": ChatConfig,
     "`rlhf serve`": ServeConfig,
     "`rlhf compare`": CompareConfig,
+    "`rlhf eval`": EvalConfig,
     "`rlhf sample`": SampleConfig,
     "`rlhf reward`": RewardTrialConfig,
     "`rlhf report`": ReportConfig,

@@ -22,19 +22,21 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from pipeline.data.cache import load_or_build
 from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
 from pipeline.data.readers import Split
 from pipeline.data.row_kinds import RowMaker, TokenizationOptions
-from pipeline.data.selection import parse_column_map
-from pipeline.data.sources import is_conversational, read_rows
-from pipeline.data.turns import Turns
+from pipeline.data.selection import evaluation_options, parse_column_map
+from pipeline.data.sources import is_conversational, parse_path, read_rows
+from pipeline.data.turns import Turns, prompt_hash
 from pipeline.errors import InputError, say
 from pipeline.generation.rollouts import Prompt, RandomKey
 from pipeline.generation.session import Capacity
@@ -188,6 +190,19 @@ def read_prompts(
     columns = {name for passed in counts.passed.values() for name in passed}
     say(*(f"note: {line}" for line in counts.lines()))
     return PromptData(prompts, columns, any(map(is_conversational, paths)))
+
+
+def evaluation_prompts(resolved: Any, source: ModelSource) -> PromptData:
+    """Return the distinct prompts that the resolved flags of an evaluation choose. Raises as `read_prompts`."""
+    options, flags = evaluation_options(resolved, rows="prompts", title="evaluation"), resolved.config
+    paths = [parse_path(text)[0] for text in options.data_path]
+    lengths = {"max_length": 0, "max_new_tokens": flags.sampling.max_new_tokens}
+    data = read_prompts(paths, source, column_map=flags.column_map, **lengths)
+    chosen = set(load_or_build(options, source.tokenizer).eval["prompt_id"])
+    prompts = [one for one in data.prompts if not one.copy and prompt_hash(one.messages) in chosen]
+    if not prompts:
+        raise InputError(f"{', '.join(paths)}: no prompt is held out; --eval-split all takes all rows")
+    return replace(data, prompts=prompts)
 
 
 def prompt_limit(

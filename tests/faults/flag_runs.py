@@ -32,6 +32,7 @@ from rlhf.models.convert import ConvertConfig
 from rlhf.models.export import ExportConfig
 from rlhf.models.merge import MergeConfig
 from rlhf.report import ReportConfig
+from rlhf.rewards.eval import EvalConfig
 from rlhf.rewards.reward import RewardTrialConfig
 from rlhf.rewards.sample import SampleConfig
 from rlhf.train_config import TrainConfig
@@ -48,6 +49,7 @@ CONFIGS: dict[str, type[BaseModel]] = {
     "reward_eval": RewardEvalConfig,
     "chat": ChatConfig,
     "prompt_eval": CompareConfig,
+    "eval": EvalConfig,
     "sample": SampleConfig,
     "train": TrainConfig,
     "export": ExportConfig,
@@ -71,6 +73,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "reward_eval": {"eval_fraction": 0.9},
     "chat": {"model": "@other", **ANSWERS},
     "prompt_eval": ANSWERS,
+    "eval": {"eval_fraction": 0.9, **ANSWERS},
     "sample": ANSWERS,
 }
 OF_A_MODEL = ("learning_rate", "lora_", "model_name_or_path", "zero_stage", "weight_decay")  # of the actor in stage 3

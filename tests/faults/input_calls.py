@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault
 from rlhf import chat, compare, train
+from rlhf.rewards import eval as evaluation
 from rlhf.rewards import sample
 from step1_sft import training as sft_training
 from step1_sft.main import main as sft_main
@@ -40,6 +41,7 @@ MAINS: dict[str, Callable[[list[str]], int]] = {
     "dpo": dpo_main,
     "chat": chat.main,
     "prompt_eval": compare.main,
+    "eval": evaluation.main,
     "sample": sample.main,
     "reward_eval": reward_eval.main,
     "train": train.main,
@@ -115,6 +117,7 @@ def stage_words(command: str, folder: Path, out: Path, **changes: object) -> lis
         },
         "chat": {"model": folder / "base", "prompt": "Describe the otter.", "max_new_tokens": 4, "temperature": 0},
         "prompt_eval": {"model": [folder / "base", folder / "base"], "max_new_tokens": 4},
+        "eval": {"model": folder / "base", "data_path": folder / "train.jsonl", "max_new_tokens": 4},
         "sample": {"model": folder / "base", "data": folder / "test.jsonl", "max_new_tokens": 4},
         "reward_eval": {"model": folder / "judge", "data_path": folder / "train.jsonl", "max_seq_len": 96},
     }  # fmt: skip

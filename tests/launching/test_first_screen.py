@@ -21,7 +21,7 @@ from step1_sft.config import SFTConfig
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "peft", "numpy", "pyarrow"}
 SCREENS = {"train.py": "train.py", **{stage.section: f"-m {stage.package}.main" for stage in STAGES}}
-OTHERS = {name: f"-m rlhf {name}" for name in SUBCOMMANDS if name != "train"} | {"eval": "-m step2_reward.eval"}
+OTHERS = {name: f"-m rlhf {name}" for name in SUBCOMMANDS if name != "train"} | {"reward_eval": "-m step2_reward.eval"}
 RED = "\x1b[31merror:\x1b[0m "
 CLEARED = "\r\x1b[K\x1b[?25h"  # what a killed rank's progress bar left is erased first
 
@@ -100,7 +100,7 @@ def test_required_words_are_shown_as_required(capsys):
     required = {
         "chat": ["model"], "compare": ["model"], "sample": ["model", "data"], "report": ["folder"],
         "convert": ["folders"], "export": ["checkpoint", "output"], "merge": ["folders"],
-        "reward": ["reward-function", "data"],
+        "reward": ["reward-function", "data"], "eval": ["model", "data-path"],
     }  # fmt: skip
     for name, flags in required.items():
         with pytest.raises(SystemExit):

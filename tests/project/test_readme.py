@@ -17,6 +17,7 @@ from pipeline.configuration.flags import load_yaml, parse
 from pipeline.configuration.rollout_size import RolloutSize
 from rlhf import chat, compare, init, report, train, train_config
 from rlhf.models import convert, export, merge
+from rlhf.rewards import eval as evaluation
 from rlhf.rewards import reward, sample
 from rlhf.train_config import TrainConfig
 from rlhf.train_plan import make_plan
@@ -36,8 +37,9 @@ NUMBERS = dict(zip("123", STAGES.values(), strict=True))
 PROGRAMS = {"chat.py": chat.ChatConfig, "prompt_eval.py": compare.CompareConfig}
 SUBCOMMANDS = {"train": "train.py", "chat": "chat.py", "compare": "prompt_eval.py"}
 OTHER_COMMANDS = {
-    "convert": convert.ConvertConfig, "export": export.ExportConfig, "merge": merge.MergeConfig,
-    "report": report.ReportConfig, "reward": reward.RewardTrialConfig, "sample": sample.SampleConfig,
+    "convert": convert.ConvertConfig, "eval": evaluation.EvalConfig, "export": export.ExportConfig,
+    "merge": merge.MergeConfig, "report": report.ReportConfig, "reward": reward.RewardTrialConfig,
+    "sample": sample.SampleConfig,
 }  # fmt: skip
 MOST_WORDS = {f"docs/guides/{page.name}": 300 for page in (ROOT / "docs" / "guides").glob("*.md")}
 MOST_WORDS |= {"README.md": 900, "CONTRIBUTING.md": 800, "CHANGELOG.md": 300, "docs/guides/data_layouts.md": 600}
