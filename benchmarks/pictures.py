@@ -22,7 +22,7 @@ from pipeline.errors import InputError
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs/why"
 PLANNED = MEASURED.with_name("memory_plans_h200_202611.jsonl.bz2")
-WIDTH, DPI, POINTS, NUM_COLOURS = 7.0, 150, 14, 32  # inches, pixels per inch, size of the text, colours of a file
+WIDTH, DPI, POINTS, NUM_COLOURS = 7.0, 140, 14, 32  # inches, pixels per inch, size of the text, colours of a file
 BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
 # Other programs, as the page names them: the colours of their bars, and the headings above these.
 PROGRAMS = {
