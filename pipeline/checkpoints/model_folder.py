@@ -219,15 +219,17 @@ def save_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], folde
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the tokenizer's files, and the start model's SentencePiece model, for converters to other formats.
 
-    Those read added tokens from tokenizer_config.json, where transformers 5 omits them.
+    Those read two entries of tokenizer_config.json that transformers 5 omits: the added tokens, and whether a text
+    begins with BOS. Without the second one llama.cpp puts BOS before every prompt.
     """
     tokenizer.save_pretrained(folder)
     file = Path(getattr(tokenizer, "vocab_file", None) or "")
-    added = {}
+    entries: dict[str, Any] = {}
     if file.name in SENTENCEPIECE_FILES and file.is_file():
         shutil.copyfile(file, folder / file.name)
         added = {str(number): token.__getstate__() for number, token in tokenizer.added_tokens_decoder.items()}
-    entries = {"added_tokens_decoder": added} if added else {}
+        begins_with_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        entries = {"added_tokens_decoder": added, "add_bos_token": begins_with_bos}
     rewrite_json(folder / TOKENIZER_CONFIG_FILE, lambda config: with_former_names(config) | entries)
 
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from pipeline.checkpoints import model_folder
-from pipeline.checkpoints.model_folder import save_model, with_former_fields
+from pipeline.checkpoints.model_folder import save_model, save_tokenizer, with_former_fields
 from pipeline.models.loading import load_language_model
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import last_token_scores, load_reward_model
@@ -266,6 +266,22 @@ def test_the_vocabulary_of_a_converter_is_that_of_training(real_data: Path, tmp_
         found = AutoTokenizer.from_pretrained(folder)
         assert pieces_of(folder) == {number: piece for piece, number in tokenizer.get_vocab().items()}
         assert found("Tea?<|end|><end_of_turn>").input_ids == loaded("Tea?<|end|><end_of_turn>").input_ids
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_converter_is_told_whether_texts_begin_with_bos(real_data: Path, tmp_path: Path, begins: bool) -> None:
+    """llama.cpp takes what gguf finds, and without a finding puts BOS before each text of a SentencePiece model."""
+    start, saved = tmp_path / "start", tmp_path / "saved"
+    for folder in (start, saved):
+        folder.mkdir()
+    (start / "tokenizer.model").write_bytes((real_data / "tokenizers" / "mistral-v1" / "tokenizer.model").read_bytes())
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
+    (start / "tokenizer_config.json").write_text(json.dumps(names | {"add_bos_token": begins}))
+    save_tokenizer(AutoTokenizer.from_pretrained(start), saved)
+    assert read(saved / "tokenizer_config.json")["add_bos_token"] is begins
+    assert ("<s>" in AutoTokenizer.from_pretrained(saved)("Tea?").tokens()) is begins
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed, which llama.cpp's converter reads folders with")
+    assert gguf.SpecialVocab(saved).add_special_token["bos"] is begins
 
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}])
