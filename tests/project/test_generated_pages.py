@@ -34,7 +34,7 @@ WRITTEN = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("
 FOREIGN_PAGES = ("docs/coming_from/trl.md", "docs/coming_from/openrlhf_verl.md", "docs/coming_from/deepspeed_chat.md",
            "docs/reference/flags.md")  # fmt: skip
 FOREIGN = {
-    "no-deps", "wheel-dir", "upgrade", "index-url", "version", "served-model-name", "outfile", "logdir",
+    "no-deps", "wheel-dir", "upgrade", "index-url", "version", "model-path", "outfile", "logdir",
     "enable-lora", "lora-modules", "max-lora-rank", "FLAG", "nproc_per_node", "module", "nodes", "autotuning",
     "gpus-per-node", "partition", "account", "time", "serve",
 }  # fmt: skip

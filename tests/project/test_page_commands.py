@@ -64,7 +64,13 @@ ELSEWHERE = {
     "sbatch": "docs/guides/slurm.md",
     "vllm": "docs/guides/chat_and_serve.md",
     "llama-cli": "docs/guides/chat_and_serve.md",
+    "transformers": "docs/guides/chat_and_serve.md",
+    "ollama": "docs/guides/chat_and_serve.md",
 }
+TITLES = {
+    "sbatch": "SLURM", "vllm": "vLLM", "llama-cli": "llama.cpp", "transformers": "transformers serve",
+    "ollama": "Ollama",
+}  # fmt: skip
 
 
 def train_commands() -> Iterator[Any]:
@@ -158,7 +164,7 @@ def test_pages_say_when_other_programs_were_run() -> None:
     assert lines == {(page, program) for program, page in ELSEWHERE.items()}
     for program, name in ELSEWHERE.items():
         section = (ROOT / name).read_text(encoding="utf-8").partition("## What was run")[2].partition("\n## ")[0]
-        title = {"sbatch": "SLURM", "vllm": "vLLM", "llama-cli": "llama.cpp"}[program]
+        title = TITLES[program]
         assert f"**{title}" in section, f"{name}: when {title} was run last, or that it was not"
 
 
