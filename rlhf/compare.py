@@ -15,7 +15,7 @@ from pipeline.configuration.flag_table import flag, flat_items
 from pipeline.configuration.groups import TOKEN_FLAGS, Dtype
 from pipeline.console import code_span
 from pipeline.data.turns import Turns
-from pipeline.errors import InputError, counted, printable, say
+from pipeline.errors import EnvironmentFault, InputError, RunError, counted, printable, say
 from pipeline.files import OURS, read_object, refused_by_disk, write_text
 from pipeline.inference.answer_rows import Answer
 from pipeline.inference.answer_settings import AnswerSettings
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 OTHER = "other_response"  # column in which the judge of pairs gets the response that it is shown first
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+MIN_RATINGS = 8  # answers of the judge before the comparison may end because none has a rating; chosen by hand
 MIN_ESTIMATE_S = 20.0  # remaining seconds above which the command prints how long it will take; chosen by hand
 
 
@@ -108,6 +109,8 @@ def run(argv: list[str], prog: str) -> None:
 
     with reward_pool(config, functions) as pool, reward_pool(config, judges) as judge_pool:
         names = sorted({name for row in other_columns(config.prompts) for name in row})
+        if judges and OTHER in names:
+            raise InputError(f"--judge-pairs: --prompts has the column {OTHER!r}, which it fills; rename yours")
         pool.check(names)
         judge_pool.check([*names, OTHER])
         contestants = [
@@ -115,8 +118,12 @@ def run(argv: list[str], prog: str) -> None:
             for index, (label, path) in enumerate(zip(LABELS, paths, strict=False))
         ]
         scores = {sum_name: function_scores(config, pool, contestants, prompts)}
-        for index in range(1, len(paths) if judges else 0):
-            contestants[index] = with_preferences(config, judge_pool, contestants[0], contestants[index], prompts)
+        failure: RunError | None = None
+        try:
+            for index in range(1, len(paths) if judges else 0):
+                contestants[index] = with_preferences(config, judge_pool, contestants[0], contestants[index], prompts)
+        except (InputError, EnvironmentFault) as error:  # the comparison ends with it once the answers are written
+            failure, contestants = error, [replace(one, preferences=()) for one in contestants]
     scores = scores if functions else {}
     for name, path in scorer_names.items():
         scores[name] = model_scores(config, path, contestants, prompts)
@@ -126,6 +133,8 @@ def run(argv: list[str], prog: str) -> None:
     print_comparison(Console(highlight=False), texts, contestants)
     if prefix is not None:
         write_files(prefix, config, texts, contestants)
+    if failure:
+        raise failure
 
 
 def model_paths(config: CompareConfig) -> list[str]:
@@ -226,6 +235,8 @@ def functions_and_judges(config: CompareConfig) -> tuple[list[RewardFunction], l
     judges = [replace(one, args={**one.args, "compared_with": OTHER}) for one in functions if one.target == "judge"]
     if not judges:
         raise InputError("--judge-pairs: --reward-function has no judge; add it with url and model of its endpoint")
+    if judges[0].weight != 1:
+        raise InputError("--judge-pairs: the judge takes no weight, as its preferences are in no sum; leave it out")
     return [one for one in functions if one.target != "judge"], judges
 
 
@@ -273,26 +284,33 @@ def function_scores(
 def with_preferences(
     config: CompareConfig, pool: "RewardPool", first: Contestant, other: Contestant, prompts: list[Turns]
 ) -> Contestant:
-    """Return a model with the LLM judge's preferences between its answers and the baseline's, shown in both orders."""
+    """Return a model with the LLM judge's preferences between its answers and the baseline's, shown in both orders.
+
+    Answers with equal texts tie without a question.
+    """
     from pipeline.rewards.failures import check_values, failure_notes
 
+    meetings = [list(product(*answers)) for answers in zip(first.answers, other.answers, strict=True)]
     orders = [
         (index, [second], {OTHER: shown_first.text})
-        for index, answers in enumerate(zip(first.answers, other.answers, strict=True))
-        for pair in product(*answers)
+        for index, pairs in enumerate(meetings)
+        for pair in pairs
+        if pair[0].text != pair[1].text  # both orders of equal texts are one question, whose ratings may differ
         for shown_first, second in (pair, pair[::-1])
     ]
     (judge,), questions, values = pool.functions, responses(config, prompts, orders), list[Any]()
     for start in range(0, len(questions), config.batch_size):  # each of a batch is asked at once
         handles = map(pool.submit, questions[start : start + config.batch_size])
         values += [value for part in pool.gather([*handles]) for value in part[judge.name]]
-        check_values(judge.name, values)
+        if len(values) >= MIN_RATINGS:
+            check_values(judge.name, values)
+    check_values(judge.name, values)
     say(*failure_notes(judge.name, values))
     signs = [(value > 0.5) - (value < 0.5) if isinstance(value, float) else None for value in values]
     both = zip(signs[::2], signs[1::2], strict=True)
-    pairs = [None if there is None or back is None else (there, -back) for there, back in both]
-    size = len(pairs) // len(prompts)
-    return replace(other, preferences=tuple(tuple(pairs[n : n + size]) for n in range(0, len(pairs), size)))
+    judged = iter([None if there is None or back is None else (there, -back) for there, back in both])
+    rows = [[(0, 0) if a.text == b.text else next(judged) for a, b in pairs] for pairs in meetings]
+    return replace(other, preferences=tuple(map(tuple, rows)))
 
 
 def model_scores(

@@ -97,6 +97,16 @@ def test_a_judge_that_prefers_the_longer_answer_agrees_in_both_orders(serve, mod
     assert [one["preferences"] for one in result["prompts"]] == [{"B": [[1, 1]]}] * 24
 
 
+def test_equal_answers_tie_and_are_not_shown_to_the_judge(serve, models, capsys, tmp_path):
+    """The judge rates a question 10 and the same question 0; the third model is the first one."""
+    server = serve(lambda question, number: (200, rates(10 if number % 2 else 0)))
+    result = compared(tmp_path, [*models[:3], models[1], *models[3:], *judged_by(server)])
+    against = result["models"][2]["against"]
+    assert (against["wins"], against["ties"], against["losses"], against["disagreement"]) == (0, 24, 0, 0.0)
+    assert [one["preferences"] for one in result["prompts"]] == [{"B": [[1, -1]], "C": [[0, 0]]}] * 24
+    assert len(server.questions) == 48 and all(len(set(shown(one))) == 2 for one in server.questions)
+
+
 def test_the_judge_has_a_row_beside_a_function_that_decides(serve, models, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "140")
     words = judged_by(serve(prefers_longer))
@@ -127,18 +137,19 @@ def test_every_answer_meets_every_answer_of_the_baseline_in_its_prompts_row(serv
     assert server.most <= 3
 
 
-def test_an_answer_without_a_rating_is_counted_and_said(serve, models, capsys, tmp_path):
+@pytest.mark.parametrize(("index", "batch_size"), [(5, "8"), (0, "1")], ids=str)
+def test_an_answer_without_a_rating_is_counted_and_said(index, batch_size, serve, models, capsys, tmp_path):
     """It is asked for once more; the pair is left out although its other order has a rating."""
 
     def script(question: str, number: int) -> tuple[int, str]:
-        is_odd = "\nquestion 5\n" in question and shown(question)[0] == "yes"
+        is_odd = f"\nquestion {index}\n" in question and shown(question)[0] == "yes"
         return (200, says("Both are fine.")) if is_odd else prefers_longer(question, number)
 
     server = serve(script)
-    result = compared(tmp_path, [*models, *judged_by(server)])
+    result = compared(tmp_path, [*models, *judged_by(server), "--batch-size", batch_size])
     against = result["models"][1]["against"]
     assert (against["num_prompts"], against["wins"], against["num_unjudged"]) == (23, 23, 1)
-    assert result["prompts"][5]["preferences"] == {"B": [None]}
+    assert result["prompts"][index]["preferences"] == {"B": [None]}
     printed = capsys.readouterr()
     assert "left out: B 1." in printed.out
     assert printed.err == naming("note: judge: raised ... 'Both are fine.'; 1 of 48 responses")
@@ -153,12 +164,38 @@ def test_an_answer_without_a_rating_is_counted_and_said(serve, models, capsys, t
         ((400, "too long"), 2, "8 raised ... status 400: too long"),
     ],
 )
-def test_a_judge_that_gives_no_rating_ends_the_comparison(answer, code, message, serve, models, capsys):
+def test_a_judge_that_gives_no_rating_ends_the_comparison(answer, code, message, serve, models, capsys, tmp_path):
     server = serve(lambda question, number: answer)
-    assert main([*models, *judged_by(server)]) == code
+    assert main([*models, *judged_by(server), "--output", str(tmp_path / "out")]) == code
     printed = capsys.readouterr()
-    assert printed.err == naming(message) and "win rate" not in printed.out
+    assert printed.err.splitlines()[-1] == naming(message) and "win rate" not in printed.out
     assert len(server.questions) <= 8 * 2 * 2, "the first batch, each question with its retries"
+    check_answers_alone(tmp_path)
+
+
+def check_answers_alone(tmp_path) -> None:
+    """The files have all answers, and nothing by the judge."""
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert "by_scorer" not in result and {one["against"] for one in result["models"]} == {None}
+    assert [one["answers"]["B"][0]["text"] for one in result["prompts"]] == ["no way"] * 24
+    assert not any("preferences" in one for one in result["prompts"])
+    pages = [(tmp_path / f"out.{suffix}").read_text() for suffix in ("md", "html")]
+    assert all("no way" in page and "win rate" not in page for page in pages)
+
+
+def test_an_endpoint_that_dies_midway_leaves_the_answers(serve, models, bpe_folder, capsys, tmp_path):
+    """It has rated all answers of the second model, and ends within those of the third."""
+
+    def script(question: str, number: int) -> tuple[int, str]:
+        return prefers_longer(question, number) if len(server.questions) <= 50 else (500, "broken")
+
+    server, (name, short, long, *words) = serve(script), models
+    argv = [name, short, long, str(tmp_path / "other"), *words, *judged_by(server)]
+    scripted_model(bpe_folder, tmp_path / "other", " or so")
+    assert main([*argv, "--output", str(tmp_path / "out")]) == EXIT_ENVIRONMENT
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == naming("judge gave no value for ... no connection ... 2 requests: status 500: broken")
+    check_answers_alone(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +204,20 @@ def test_a_judge_that_gives_no_rating_ends_the_comparison(answer, code, message,
         (["--judge-pairs"], "--judge-pairs ... no judge"),
         (["--judge-pairs", "--reward-function", "length"], "--judge-pairs ... no judge"),
         (["--judge-pairs", "--reward-function", "judge"], "url is no http://HOST:PORT/v1"),
+        (["--judge-pairs", "--reward-function", "judge:0"], "--judge-pairs ... no weight"),
+        (["--judge-pairs", "--reward-function", "judge:-1"], "--judge-pairs ... no weight"),
     ],
 )
 def test_pairs_without_an_endpoint_are_refused_before_an_answer(words, message, models, capsys):
     assert main([*models, *words]) == 2
     printed = capsys.readouterr()
     assert printed.err == naming(message) and " answers in " not in printed.err
+
+
+def test_a_column_that_the_pairs_fill_is_refused_before_an_answer(serve, models, capsys, tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"prompt": "one", "other_response": "two"}\n')
+    server = serve(prefers_longer)
+    assert main([*models[:3], "--prompts", str(tmp_path / "q.jsonl"), *judged_by(server)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == naming("--judge-pairs ... 'other_response' ... rename") and " answers in " not in printed.err
+    assert not server.questions
