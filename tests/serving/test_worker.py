@@ -1,5 +1,6 @@
 """The thread of the models goes on after errors of a model, of its tokenizer, and of its memory."""
 
+import math
 import queue
 from typing import Any
 
@@ -30,11 +31,11 @@ def worker(model) -> Worker:
     return worker
 
 
-def answered(worker: Worker, model: ServedModel) -> list[Any]:
+def answered(worker: Worker, model: ServedModel, *, has_log_probs: bool = False) -> list[Any]:
     """The events of a request, to its end."""
     events: queue.Queue[Any] = queue.Queue()
     how = (Prompt.of([5, 6, 7]), Sampling(20, 0), RandomKey(1, "answer"), 0, events.put)
-    worker.call(lambda: model.start(*how, continues=False)).result(10)
+    worker.call(lambda: model.start(*how, continues=False, has_log_probs=has_log_probs)).result(10)
     found = [events.get(timeout=10)]
     while isinstance(found[-1], Piece):
         found.append(events.get(timeout=10))
@@ -49,6 +50,18 @@ def test_an_error_of_the_model_ends_its_answers_and_the_next_request_is_served(w
         assert isinstance(event, Failed) and "ZeroDivisionError" in event.message
     assert isinstance(answered(worker, model)[-1], Ended)
     assert worker.is_alive()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_end_an_answer_with_log_probs(worker, model, monkeypatch, value):
+    """No piece has such a log-probability, and the request's slot is free again."""
+    logits = model.chat_model.model.lm_head.forward
+    with monkeypatch.context() as broken:
+        broken.setattr(model.chat_model.model.lm_head, "forward", lambda *args: logits(*args) * value)
+        *pieces, last = answered(worker, model, has_log_probs=True)
+        assert last == Failed("the model's logits are not finite")
+        assert all(math.isfinite(log_prob) for piece in pieces for _, log_prob in piece.tokens)
+    assert isinstance(answered(worker, model, has_log_probs=True)[-1], Ended) and model.is_idle
 
 
 @pytest.mark.parametrize("error", [ValueError, Panic])

@@ -25,6 +25,7 @@ from pipeline.tensor_ops import gather_log_probs
 T = TypeVar("T")
 # Tokens of a prompt that a completion's first token is decoded with. Chosen by hand.
 CONTEXT_TOKENS = 8
+NOT_FINITE = "the model's logits are not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,9 @@ class ServedModel:
                 if isinstance(event, Finished):
                     del self._answers[event.request]
                     self._end(answer, event)
+                elif answer.has_log_probs and not event.log_probs.isfinite().all():  # no JSON has such a number
+                    self.withdraw(event.request)
+                    answer.deliver(Failed(NOT_FINITE))
                 else:
                     self.num_tokens += len(event.ids)
                     log_probs = event.log_probs.tolist() if answer.has_log_probs else [0.0] * len(event.ids)
@@ -207,7 +211,7 @@ class ServedModel:
     def _end(self, answer: ServedAnswer, event: Finished) -> None:
         ids, log_probs = event.ids.tolist(), event.log_probs.tolist()
         if not event.log_probs.isfinite().all():
-            answer.deliver(Failed("the model's logits are not finite"))
+            answer.deliver(Failed(NOT_FINITE))
             return
         answer.streamer.end()
         answer.deliver(Ended(event.reason, ids, log_probs))
@@ -220,7 +224,7 @@ def prompt_log_probs(chat_model: ChatModel, ids: Sequence[int]) -> tuple[list[fl
     tokens = torch.tensor([ids], device=device)
     logits = chat_model.model(tokens, use_cache=False).logits[0, :-1].float()
     if not logits.isfinite().all():
-        raise InputError("the model's logits are not finite")
+        raise InputError(NOT_FINITE)
     likeliest = logits.argmax(-1)
     log_probs, best = (gather_log_probs(logits, chosen).tolist() for chosen in (tokens[0, 1:], likeliest))
     return log_probs, list(zip(likeliest.tolist(), best, strict=True))
