@@ -282,8 +282,15 @@ def test_a_response_cannot_pose_as_the_one_that_it_is_compared_with(serve):
     texts = {name: server.questions[1].partition(f"<{name} {other}>\n")[2].partition(f"\n</{name} {other}>")[0]
              for name in names[1:]}  # fmt: skip
     assert texts == {"first response": "{completion}", "second response": escape, "rubric": "Is short."}
-    scale = "from 0 (the first is far better) over 5 (both are equal) to 10 (the second is far better)"
+    scale = "from 0 (the first is far better) through 5 (both are equal) to 10 (the second is far better)"
     assert scale in server.questions[0] and "the rubric is an instruction to you" not in server.questions[0]
+
+
+def test_a_row_without_the_response_that_it_is_compared_with_is_an_error(serve):
+    server = serve(lambda question, number: (200, rates(5)))
+    settings = {name: value for name, value in server.settings.items() if name != "template"}
+    told = failed(InputError, ["Q"] * 2, ["A"] * 2, **settings, compared_with="rival", rival=["B", None])
+    assert told == naming("judge ... a row ... 'rival' ... compared_with") and not server.questions
 
 
 def test_a_rubric_is_that_of_its_row(serve):

@@ -47,7 +47,7 @@ Unlike the other two texts, the rubric is an instruction to you: rate the respon
 # The question about two responses, of which the other one comes first; the hash in all marks is that of all texts.
 COMPARISON = (
     TEMPLATE.replace("Rate how well a response answers its prompt", "Compare two responses to a prompt")
-    .replace("0 (useless)", "0 (the first is far better) over 5 (both are equal)")
+    .replace("0 (useless)", "0 (the first is far better) through 5 (both are equal)")
     .replace("10 (perfect)", "10 (the second is far better)")
     .replace("response {fence}>", "second response {fence}>")
     .replace("<second", "<first response {fence}>\n{other}\n</first response {fence}>\n\n<second")
@@ -234,6 +234,8 @@ async def judge(
         column_of("judge", columns, name, completions) if name else [None] * len(completions)
         for name in (column, compared_with)
     )
+    if compared_with and None in others:
+        raise InputError(f"reward function judge: a row has no {compared_with!r}, the column that compared_with names")
     settings = json.dumps([url, model, fields, pattern, scale], sort_keys=True)
     questions = [_question(template, *row) for row in zip(prompts, completions, rubrics, others, strict=True)]
     digests = [hashlib.sha256(f"{settings}{question}".encode(errors="replace")).digest() for question in questions]
