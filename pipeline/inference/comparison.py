@@ -17,9 +17,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from pipeline.console import code_span, fenced
-from pipeline.errors import printable
+from pipeline.errors import counted, printable
 from pipeline.inference.answer_rows import Answer
-from pipeline.inference.intervals import MIN_PROMPTS, Interval
+from pipeline.inference.intervals import MIN_PROMPTS, Interval, wilson
 
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
 HEADINGS = ("", "tokens", "ended", "scored by", "score", "win rate", "LC win rate", "score difference", "orders differ")
@@ -59,7 +59,7 @@ class HeadToHead:
     wins: pairs of answers in which the model's has the higher score, or is preferred in both orders.
     ties: pairs of answers with equal scores, or without a preference that both orders share.
     losses: pairs of answers in which the baseline's has the higher score, or is preferred in both orders.
-    win_rate: share of pairs won, a tie as half a win, averaged over prompts.
+    win_rate: share of pairs won, a tie as half a win, averaged over prompts; None if no pair was rated.
     length_controlled: win rate at equal length; None where it cannot be estimated (`bootstrap.length_controlled`).
     difference: mean difference of the scores; None where there are too few prompts for an interval, or no scores.
     disagreement: share of the judge's pairs whose preferences differ between the orders; None for scores.
@@ -70,7 +70,7 @@ class HeadToHead:
     wins: int
     ties: int
     losses: int
-    win_rate: Interval
+    win_rate: Interval | None
     length_controlled: Interval | None
     difference: Interval | None = None
     disagreement: float | None = None
@@ -131,7 +131,7 @@ def head_to_head(meetings: Sequence[Sequence[int]], longer: Sequence[float]) -> 
         wins=every.count(1),
         ties=every.count(0),
         losses=every.count(-1),
-        win_rate=rate_over_prompts(shares),
+        win_rate=rate_over_prompts(shares) if shares else None,
         length_controlled=length_controlled(shares, longer) if longer else None,
     )
 
@@ -142,17 +142,15 @@ def by_scores(first: Contestant, other: Contestant) -> HeadToHead | None:
     return compare(*zip(*parts, strict=True)) if parts else None
 
 
-def by_judge(first: Contestant, other: Contestant) -> HeadToHead | None:
-    """Compare a model with the baseline by preferences; orders that differ are a tie. None without a preference."""
+def by_judge(first: Contestant, other: Contestant) -> HeadToHead:
+    """Compare a model with the baseline by preferences; orders that differ are a tie."""
     judged = [[pair for pair in pairs if pair] for pairs in other.preferences]
     parts = [part for part in zip(judged, longer_by(first, other), strict=True) if part[0]]
-    if not parts:
-        return None
     meetings = [[there if there == back else 0 for there, back in pairs] for pairs, _ in parts]
     every = [pair for pairs in judged for pair in pairs]
     return replace(
         head_to_head(meetings, [tokens for _, tokens in parts]),
-        disagreement=statistics.fmean(there != back for there, back in every),
+        disagreement=statistics.fmean(there != back for there, back in every) if every else None,
         num_unjudged=sum(map(len, other.preferences)) - len(every),
     )
 
@@ -306,18 +304,25 @@ def legend(by_name: Mapping[str, Sequence[Summary]]) -> list[str]:
     pairs = [(name, one.label, one.against) for name, each in by_name.items() for one in each if one.against]
     if not pairs:
         return lines
-    first, number = next(iter(by_name.values()))[0].label, max(one.num_prompts for *_, one in pairs)
-    method = "a bootstrap over the prompts" if number >= MIN_PROMPTS else "Wilson's formula"
+    first = next(iter(by_name.values()))[0].label
     counts = "; ".join(
         f"{label}{f' by {printable(name)}' if len(by_name) > 1 else ''} {one.wins}/{one.ties}/{one.losses}"
         for name, label, one in pairs
     )
-    lines += [
-        f"win rate: how often an answer is scored above {first}'s; a tie counts half; in brackets its 95 % "
-        f"interval by {method}, n = {number} prompts.",
-        "LC win rate: length-controlled, what a logistic model of the wins predicts for answers of equal length; - "
-        f"with fewer than {MIN_PROMPTS} prompts, or if nearly all answers of one model are longer.",
-    ]
+    if rates := [(one.win_rate, one.num_prompts) for *_, one in pairs if one.win_rate]:
+        # Also from MIN_PROMPTS prompts on, `rate_over_prompts` returns Wilson's interval if all shares are equal.
+        resampled, formula = "a bootstrap over the prompts", "Wilson's formula"
+        methods = {formula if rate == wilson(rate.value, count) else resampled for rate, count in rates}
+        *fewer, most = sorted({count for _, count in rates})
+        number = " or ".join([*map(str, fewer), counted(most, "prompt")])
+        wins = [f"scored above {first}'s"] if any(name != JUDGED for name in by_name) else []
+        wins += [f"preferred to {first}'s in both orders"] if JUDGED in by_name else []
+        lines += [
+            f"win rate: how often an answer is {' or '.join(wins)}; a tie counts half; in brackets "
+            f"its 95 % interval by {' or '.join(sorted(methods))}, n = {number}.",
+            "LC win rate: length-controlled, what a logistic model of the wins predicts for answers of equal length; - "
+            f"with fewer than {MIN_PROMPTS} prompts, or if nearly all answers of one model are longer.",
+        ]
     if any(name != JUDGED for name in by_name):
         lines.append(f"score difference: mean score minus {first}'s, with its 95 % interval over the prompts.")
     if JUDGED in by_name:

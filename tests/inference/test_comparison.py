@@ -13,7 +13,16 @@ from support.messages import naming
 from pipeline.errors import InputError
 from pipeline.inference.answer_rows import Answer
 from pipeline.inference.bootstrap import length_controlled
-from pipeline.inference.comparison import Contestant, by_judge, compare, markdown, print_comparison, summarise
+from pipeline.inference.comparison import (
+    Contestant,
+    by_judge,
+    compare,
+    figures,
+    markdown,
+    print_comparison,
+    summarise,
+    to_json,
+)
 from pipeline.inference.intervals import mean_interval, wilson
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 from rlhf.compare import CompareConfig, estimate, write_files
@@ -208,4 +217,41 @@ def test_orders_that_differ_are_ties_and_pairs_without_a_rating_are_left_out():
     assert (against.wins, against.ties, against.losses, against.num_prompts) == (1, 3, 1, 2)
     assert against.win_rate.value == pytest.approx((0.75 + 1 / 3) / 2) and against.disagreement == 0.4
     assert against.num_unjudged == 4 and against.length_controlled is None
-    assert by_judge(one, replace(other, preferences=((None,),) * 3)) is None
+    against = by_judge(one, replace(other, preferences=((None,) * 3,) * 3))
+    assert (against.win_rate, against.disagreement, against.num_prompts, against.num_unjudged) == (None, None, 0, 9)
+
+
+def judged_pairs(*preferences: tuple[int, int] | None, score: float | None = None) -> list[Contestant]:
+    """Two models with an answer to each prompt, of which a judge has these preferences."""
+    rows = ((replace(answer("a", 2, reward=score), scores={} if score is None else {"length": score}),),)
+    rows *= len(preferences)
+    return [Contestant("A", "a", rows), Contestant("B", "b", rows, tuple((one,) for one in preferences))]
+
+
+def test_pairs_left_out_are_counted_if_all_are():
+    contestants = judged_pairs(None, None, None)
+    content = to_json(["q"] * 3, contestants, {})
+    assert content["models"][1]["against"]["num_unjudged"] == 3 and content["models"][1]["against"]["win_rate"] is None
+    table, lines = figures(contestants)
+    assert "pairs without a rating in one of the orders, left out: B 3." in lines
+    assert "wins/ties/losses against A: B 0/0/0." in lines and not any("interval" in line for line in lines)
+    assert table[2][-3:] == ["-", "-", "-"] and "B 3." in markdown(["q"] * 3, contestants, "none")
+
+
+@pytest.mark.parametrize(
+    ("preferences", "score", "expected"),
+    [
+        ([(1, 1), None], None, "preferred to A's in both orders ... Wilson's formula, n = 1 prompt."),
+        ([(0, 0)] * 24, None, "preferred to A's in both orders ... Wilson's formula, n = 24 prompts."),
+        ([(1, 1), (0, 0)] * 12, None, "preferred to A's in both orders ... a bootstrap over the prompts, n = 24"),
+        (
+            [(1, 1), (0, 0), None] * 12,
+            1.0,
+            "scored above A's or preferred to A's in both orders ... "
+            "Wilson's formula or a bootstrap over the prompts, n = 24 or 36 prompts.",
+        ),
+    ],
+)
+def test_the_legend_names_what_decides_the_interval_and_the_rated_prompts(preferences, score, expected):
+    (line,) = (line for line in figures(judged_pairs(*preferences, score=score))[1] if line.startswith("win rate: "))
+    assert line == naming(expected) and ("scored" in line) is (score is not None)

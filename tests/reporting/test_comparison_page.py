@@ -11,7 +11,7 @@ from support.browser import document, picture
 from support.recorded_runs import HOSTILE
 
 from pipeline.inference.answer_rows import Answer
-from pipeline.inference.comparison import Contestant, figure_rows, legend, summarise
+from pipeline.inference.comparison import Contestant, figure_rows, figures, summarise
 from rlhf.compare import CompareConfig, write_files
 
 LONG = "word " * 1000 + HOSTILE
@@ -61,8 +61,16 @@ def test_figures_and_their_legend_are_those_of_the_terminal(page):
     summaries = {HOSTILE: summarise(contestants())}
     for cell in figure_rows(summaries)[2]:
         assert f'">{cell}</td>' in text or f"<td>{cell}</td>" in text
-    assert escaped(legend(summaries)[1][1:]) in text.replace("&#39;", "'")
+    assert escaped(figures(contestants())[1][1][1:]) in text.replace("&#39;", "'")
     assert '<th class="n">orders differ</th>' in text and ">33%</td>" in text and "left out: B 21." in text
+
+
+@pytest.mark.parametrize(("number", "words"), [(1, "2 models, 1 prompt</h1>"), (2, "2 models, 2 prompts</h1>")])
+def test_the_heading_counts_prompts(number, words, tmp_path):
+    rows = ((Answer("calm", (1,), "end"),),) * number
+    models = [Contestant(label, label, rows) for label in "AB"]
+    write_files(tmp_path / "page", CompareConfig(), ["question"] * number, models)
+    assert words in (tmp_path / "page.html").read_text()
 
 
 def test_every_answer_is_whole_and_no_text_is_markup(page):

@@ -141,6 +141,26 @@ def test_samples_data_answers_flags_and_command_stand_there(page):
     assert "step1_sft/main.py --seed &#39;1 2&#39;" in page and "<td>--column-map</td>" in page
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"num_prompts": 5, "disagreement": None}, "scored above the first model's; ... over 5 rated prompts."),
+        (
+            {"num_prompts": 1, "disagreement": 0.5},
+            "preferred by the LLM judge in both orders to ... over 1 rated prompt.",
+        ),
+    ],
+)
+def test_the_win_rate_has_the_words_of_what_decides_and_the_number_of_rated_prompts(more, words, tmp_path, no_pictures):
+    output = record_road(tmp_path / "output", texts=["calm"], interval=2)
+    models = [SUMMARY, SUMMARY | {"label": "B", "against": AGAINST | more}]
+    prompts = [{"prompt": "one", "answers": {"A": [ANSWER], "B": [ANSWER]}}] * 6
+    (output / "prompt_eval.json").write_text(json.dumps({"settings": {}, "models": models, "prompts": prompts}))
+    write_report([output], output)
+    (note,) = re.findall("Win rate: how often an answer is .*", (output / "report.html").read_text())
+    assert note == naming(words)
+
+
 def test_the_page_in_markdown_keeps_texts_in_code(road):
     text = (road / "report.md").read_text(encoding="utf-8")
     outside = re.sub(r"^(`{3,})text$.*?^\1$", "", text, flags=re.S | re.M)
