@@ -17,13 +17,12 @@ from typing import Any
 from benchmarks.speed.free_memory import FreeMemory
 from benchmarks.speed.jobs import BenchError
 from benchmarks.speed.plan_runs import AT_ONCE, make_inputs, peaks_in, peaks_of, read_peaks, verdict, write_peaks
-from benchmarks.speed.planned import planner_of
+from benchmarks.speed.planned import PlannerWithoutLogits, planner_of
 from benchmarks.speed.run_list import PlannedRun
 from pipeline.configuration.origins import Kind, Origin
 from pipeline.files import GIB, read_object
 from pipeline.launching.target import with_limit
 from pipeline.planning.fastest import choice_text, fastest
-from pipeline.planning.page import StagePlanner
 
 DEVICE, LARGE_DEVICE, LARGE = "1xH100-80GB", "1xH200-141GB", 80  # the latter for limits of so many GiB
 SFT, REWARD, DPO = "sft", "reward", "dpo"
@@ -137,9 +136,9 @@ class Choice:
 
     @classmethod
     def of(cls, run: PlannedRun) -> "Choice":
-        """Choose for a run on its device, as its stage does before it starts."""
+        """Choose for a run on its device, as its stage did before it started, when no logits were stored."""
         device = LARGE_DEVICE if limit_of(run) == LARGE else DEVICE
-        planner, resolved = planner_of(run.section, run.words, device, StagePlanner)
+        planner, resolved = planner_of(run.section, run.words, device, PlannerWithoutLogits)
         target = with_limit(planner.target, resolved.config.run.gpu_memory_gib)  # type: ignore[attr-defined]
         best = fastest(replace(planner, target=target), resolved)  # type: ignore[arg-type]
         if best is None or best.lacks:
