@@ -35,5 +35,5 @@ def ppo_config(
 def make_run(world, folder, config: PPOConfig) -> SimpleNamespace:
     stop = SimpleNamespace(is_set=lambda: False, is_set_on_any_rank=lambda world: False)
     return SimpleNamespace(
-        world=world, folder=folder, stage=STAGE, resolved=Resolved(config, {}), stop=stop, engine_jsons={}
+        world=world, folder=folder, stage=STAGE, resolved=Resolved(config, {}), stop=stop, engine_jsons={}, plan={}
     )
