@@ -340,7 +340,7 @@ def test_a_name_means_one_flag(config_class):
 
 def test_a_required_flag_that_is_left_out_is_named():
     (line,) = errors_of("output/reward", config_class=RewardEvalConfig)
-    assert line == naming("--data-path ... missing ... str ...: Pairs")
+    assert line == naming("--data-path ... missing ... str ...: Rows")
 
 
 def test_an_unknown_section_hides_no_other_error(tmp_path):
