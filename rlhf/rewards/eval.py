@@ -27,6 +27,7 @@ from pipeline.models.paths import check_reward_model, gives_scores
 from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 from pipeline.run.entry import command, command_flags
 from pipeline.run.evaluations import Rows, difference_of
+from rlhf.compare import LABELS
 from rlhf.rewards.reward import checked_groups
 from rlhf.rewards.sample import scorers
 from step2_reward.config import RewardEvalConfig
@@ -46,7 +47,12 @@ class EvalConfig(WorkerFlags, RewardEvalConfig):
     """Evaluate models on held-out rows: `rlhf eval gpt2 output/sft output/actor --data-path held_out.jsonl`."""
 
     model: list[str] = flag(  # type: ignore[assignment]  # several, where the evaluation of a reward model has one
-        ..., "Language models, the first is the baseline, and reward models", min_length=1, kind="path", positional=True
+        ...,
+        "Language models, the first is the baseline, and reward models",
+        min_length=1,
+        max_length=len(LABELS),
+        kind="path",
+        positional=True,
     )
     reward_function: list[str] = flag([], "Functions that score sampled answers: FILE.py:NAME or a built-in NAME")
     reward_model: list[str] = flag([], "Reward models that score sampled answers, folders or hub ids", kind="path")
@@ -73,7 +79,9 @@ def run(argv: list[str], prog: str) -> None:
         show(json.dumps({path: {name: asdict(one) for name, one in figures[path].items()} for path in sources}))
         return
     names = list(dict.fromkeys(name for path in sources for name in figures[path]))
-    table = Table("", *(Column(Text(printable(path)), justify="right", overflow="fold") for path in sources), **LOOKS)
+    labels = dict(zip(LABELS, sources, strict=False))
+    show(*(f"{label} = {printable(path)}" for label, path in labels.items()))
+    table = Table("", *(Column(label, justify="right", overflow="fold") for label in labels), **LOOKS)
     for name in sorted(names, key=lambda name: names.index(name.removesuffix(CHANGE))):
         title = Text("  change" if name.endswith(CHANGE) else printable(name))
         table.add_row(title, *(shown(figures[path].get(name)) for path in sources))

@@ -271,8 +271,10 @@ def test_the_table_has_a_column_for_each_model(base, tuned, scorer, pairs, monke
     monkeypatch.setenv("COLUMNS", "400")
     assert main([base, tuned, scorer, "--data-path", pairs, "--max-new-tokens", "4"]) == 0
     out = capsys.readouterr().out
-    lines = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
-    assert lines[1] == [base, tuned, scorer]
+    *models, table = out.split("\n", 3)
+    assert models == [f"A = {base}", f"B = {tuned}", f"C = {scorer}"]
+    lines = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
+    assert lines[1] == ["A", "B", "C"]
     names = [name for name, *cells in lines[3:] if len(cells) == 3]
     accuracies = ["accuracy", "accuracy, shorter preferred", "accuracy, longer preferred", "calibration error"]
     figures = [PERPLEXITY, "distinct-2", "answer length", "truncated answers"]
