@@ -165,7 +165,9 @@ def kernels_of_then() -> Iterator[None]:
 class PlannerWithoutLogits(StagePlanner):
     """Plans a stage as the runs were that computed the logits of several pieces again, all before November 30, 2026."""
 
-    may_store_logits = False
+    def memory(self, resolved: Any) -> Any:
+        """As `StagePlanner.memory`."""
+        return self.counted(resolved, stores_logits=False)
 
 
 class PlannerOfThen(PlannerWithoutLogits):
@@ -179,7 +181,7 @@ class PlannerOfThen(PlannerWithoutLogits):
     def memory(self, resolved: Any) -> Any:
         """As `StagePlanner.memory`."""
         with kernels_of_then():
-            return StagePlanner.memory(self, resolved)
+            return PlannerWithoutLogits.memory(self, resolved)
 
     def seconds(self, resolved: Any, plan: Any) -> Any:
         """As `StagePlanner.seconds`."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.resolved import Resolved
@@ -39,7 +39,6 @@ class StagePlanner:
     jsons_of: settings -> the DeepSpeed JSON of each engine.
     base_of_output: folder of an earlier stage's output -> the model that it starts from.
     target: the GPUs that are planned for.
-    may_store_logits: False for runs before logits were stored, to which plans are compared.
     cached: needs computed so far, by the identity of the settings. The settings are stored too, so that no other
         object can get their identity.
     """
@@ -48,7 +47,6 @@ class StagePlanner:
     jsons_of: JsonsOf
     base_of_output: Mapping[str, str]
     target: Target
-    may_store_logits: ClassVar[bool] = True
     cached: dict[int, tuple[Resolved, StageNeeds]] = field(default_factory=dict, repr=False)
 
     def needs(self, resolved: Resolved) -> StageNeeds:
@@ -66,7 +64,7 @@ class StagePlanner:
 
         Raises InputError, EnvironmentFault.
         """
-        if self.target.is_cpu or not self.target.memory or not self.may_store_logits:
+        if self.target.is_cpu or not self.target.memory:
             return self.counted(resolved, stores_logits=False)
         stored = self.counted(resolved, stores_logits=True)
         has_room = not any(lacking(stored, self.target, high=True))
