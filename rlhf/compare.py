@@ -19,7 +19,7 @@ from pipeline.errors import EnvironmentFault, InputError, RunError, counted, pri
 from pipeline.files import OURS, read_object, refused_by_disk, write_text
 from pipeline.inference.answer_rows import Answer
 from pipeline.inference.answer_settings import AnswerSettings
-from pipeline.inference.comparison import Contestant, figures, markdown, print_comparison, to_json
+from pipeline.inference.comparison import LABELS, Contestant, figures, markdown, print_comparison, to_json
 from pipeline.inference.prompt_lists import bundled_prompts, other_columns, read_prompts, shown_prompt
 from pipeline.models.paths import check_language_model, check_reward_model, last_part
 from pipeline.redact import masked
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pipeline.rewards.pool import Responses, RewardPool
 
 OTHER = "other_response"  # column in which the judge of pairs gets the response that it is shown first
-LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MIN_RATINGS = 8  # answers of the judge before the comparison may end because none has a rating; chosen by hand
 MIN_ESTIMATE_S = 20.0  # remaining seconds above which the command prints how long it will take; chosen by hand
 

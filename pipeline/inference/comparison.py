@@ -21,6 +21,7 @@ from pipeline.errors import counted, printable
 from pipeline.inference.answer_rows import Answer
 from pipeline.inference.intervals import MIN_PROMPTS, Interval, wilson
 
+LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # of models, in their order
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
 HEADINGS = ("", "tokens", "ended", "scored by", "score", "win rate", "LC win rate", "score difference", "orders differ")
 JUDGED = "judge, both orders"  # name of the scorer that sees two answers at once

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -22,16 +22,18 @@ from pipeline.configuration.resolved import Resolved
 from pipeline.errors import printable, show
 from pipeline.inference.answer_rows import Answer
 from pipeline.inference.answer_settings import SampleSettings
-from pipeline.inference.comparison import LOOKS
+from pipeline.inference.comparison import LABELS, LOOKS
 from pipeline.models.paths import check_reward_model, gives_scores
 from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 from pipeline.run.entry import command, command_flags
 from pipeline.run.evaluations import Rows, difference_of
-from rlhf.compare import LABELS
 from rlhf.rewards.reward import checked_groups
 from rlhf.rewards.sample import scorers
 from step2_reward.config import RewardEvalConfig
 from step2_reward.statistics import WORD, Estimate
+
+if TYPE_CHECKING:
+    from pipeline.models.source import ModelSource
 
 # Keys of the accuracies by length in an evaluation of pairs -> their names in the table.
 BY_LENGTH = {"shorter_wins": "accuracy, shorter preferred", "longer_wins": "accuracy, longer preferred"}
@@ -73,7 +75,7 @@ def run(argv: list[str], prog: str) -> None:
     judges = [path for path, source in sources.items() if gives_scores(source.config.architectures or [])]
     for path in judges:
         check_reward_model(path, "--model")
-    figures = language_figures(resolved, [path for path in sources if path not in judges])
+    figures = language_figures(resolved, {path: sources[path] for path in sources if path not in judges})
     figures |= {path: pair_figures(evaluate_folder(path, resolved)) for path in judges}
     if resolved.config.json_output:
         show(json.dumps({path: {name: asdict(one) for name, one in figures[path].items()} for path in sources}))
@@ -89,18 +91,17 @@ def run(argv: list[str], prog: str) -> None:
     show(LEGEND)
 
 
-def language_figures(resolved: Resolved, paths: Sequence[str]) -> dict[str, dict[str, Estimate]]:
+def language_figures(resolved: Resolved, sources: Mapping[str, "ModelSource"]) -> dict[str, dict[str, Estimate]]:
     """Return the figures of each language model, and how they change from the first one's."""
     config: EvalConfig = resolved.config
     functions = scorers(config.reward_function, config.reward_model)
     from pipeline.data.selection import evaluation_options
     from pipeline.inference.answer_scores import evaluation_prompts, load_scorer, scored_answers
     from pipeline.inference.answers import load_chat_model, resolve_dtype
-    from pipeline.models.source import ModelSource
     from step1_sft.eval import perplexity_by_row
 
     dtype, rows = resolve_dtype(config.dtype), dict[str, dict[str, Rows]]()
-    data = {path: evaluation_prompts(resolved, ModelSource(path)) for path in paths}
+    data = {path: evaluation_prompts(resolved, source) for path, source in sources.items()}
     with reward_pool(config, functions) as pool:
         pool.check({name for prompts in data.values() for name in prompts.columns})
         settings: Any = {"batch_size": config.batch_size, "seed": config.seed}
@@ -114,7 +115,7 @@ def language_figures(resolved: Resolved, paths: Sequence[str]) -> dict[str, dict
             answers = scored_answers(model, prompts, pool, config.sampling, progress=f" of {path}", **settings)
             rows[path] |= answer_rows([one.row for one in prompts.prompts], checked_groups(answers))
             del model  # before the next one is loaded
-    return {path: with_changes(each, rows[paths[0]]) for path, each in rows.items()}
+    return {path: with_changes(each, rows[next(iter(sources))]) for path, each in rows.items()}
 
 
 def answer_rows(prompts: Sequence[str], groups: Sequence[Sequence[Answer]]) -> dict[str, Rows]:
