@@ -4,12 +4,11 @@ import asyncio
 import logging
 import re
 import sys
-import threading
 import time
 import traceback
 
 import pytest
-from support.judge_server import ASKS, Server, rates, says
+from support.judge_server import ASKS, judge_servers, rates, says
 from support.messages import naming
 
 from pipeline.errors import EnvironmentFault, InputError
@@ -24,18 +23,9 @@ CANARY = "sk-canary-4711"
 
 @pytest.fixture
 def serve(monkeypatch):
-    servers = []
-
-    def start(script):
-        servers.append(Server(script))
-        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return servers[-1]
-
     monkeypatch.setattr(module, "_cached_scores", {})
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with judge_servers() as start:
+        yield start
 
 
 @pytest.fixture

@@ -2,10 +2,9 @@
 
 import json
 import re
-import threading
 
 import pytest
-from support.judge_server import Server, rates, says
+from support.judge_server import Server, judge_servers, rates, says
 from support.messages import naming
 from support.scripted_model import random_model, scripted_model
 
@@ -38,18 +37,9 @@ def prefers_longer(question: str, number: int) -> tuple[int, str]:
 
 @pytest.fixture
 def serve(monkeypatch):
-    servers = []
-
-    def start(script) -> Server:
-        servers.append(Server(script))
-        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return servers[-1]
-
     monkeypatch.setattr(module, "_cached_scores", {})
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with judge_servers() as start:
+        yield start
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 import json
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 ASKS = "Rating: N\n"
@@ -61,3 +63,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args):
         pass
+
+
+@contextmanager
+def judge_servers() -> Iterator[Callable[..., Server]]:
+    """A function that starts a server with a script; all of them end with the context."""
+    servers = []
+
+    def start(script) -> Server:
+        servers.append(Server(script))
+        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
