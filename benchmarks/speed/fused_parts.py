@@ -204,7 +204,11 @@ def compared_pieces(path: str, repeats: int) -> None:
         for mib, kind in product((64, 128, 256, 512, 1024), ("reverse_kl", "jsd")):
             causal_lm.COMPARED_BYTES = mib * 2**20
             comparison = Comparison(kind=kind, hidden=theirs, model=other, longest=512)  # type: ignore[arg-type]
-            asked = {"num_pieces": ours._num_pieces(rows, comparison), "with_entropy": False, "comparison": comparison}
+            asked = {
+                "num_pieces": ours._num_pieces(rows, tokens, comparison),
+                "with_entropy": False,
+                "comparison": comparison,
+            }
 
             def both(asked: Any = asked, hidden: Tensor = hidden, targets: Tensor = targets) -> None:
                 scaling = LogitScaling.from_config(config, 1.0)

@@ -23,7 +23,7 @@ def is_partitioned(parameter: Any) -> bool:
 
 def mark_partitioned(parameter: Any) -> None:
     """Mark a parameter of a planned model, on the meta device, as partitioned by ZeRO-3."""
-    parameter.ds_id, parameter.ds_shape = 0, parameter.shape
+    parameter.ds_id, parameter.ds_shape, parameter.ds_numel = 0, parameter.shape, parameter.numel()
 
 
 def has_shards_on_disk(parameter: Any) -> bool:

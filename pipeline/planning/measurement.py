@@ -33,6 +33,7 @@ from pipeline.models.forward.fused_layers import class_in_place
 from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loading import DTYPES, base_model, use_gradient_checkpointing, without_dropout
 from pipeline.models.lora import add_lora, keep_norms_in_fp32, linear_names, lora_settings, quantise_to_int8
+from pipeline.models.partitions import mark_partitioned
 from pipeline.models.reward_model import FloatLinear, TokenValueModel, check_score_class
 from pipeline.models.source import ModelSource
 from pipeline.planning.counting import PassCount, PassCounter, with_layers
@@ -141,7 +142,7 @@ def shape_of(use: ModelUse) -> ModelUse:
     """Return the use without settings that affect neither weights nor passes; it is the key of the caches below."""
     flags = use.settings.model_dump(include={
         "attn_implementation", "gradient_checkpointing", "lora_alpha", "lora_dim", "lora_module_name", "quantization",
-    })  # fmt: skip
+    }) | {"zero_stage": 3 if use.settings.partitioned == "weights" else 0}  # fmt: skip
     return replace(use, role="", averaged=False, settings=ModelConfig().model_copy(update=flags))
 
 
@@ -187,6 +188,8 @@ def build_shape(use: ModelUse, dtype: str) -> Any:
     wrapped = kinds[0 if config.is_encoder_decoder else 1](model).train(use.trained)
     if isinstance(wrapped, CausalLM):
         wrapped.stores_logits = use.stores_logits
+        if settings.partitioned == "weights":  # the head's pieces depend on it
+            mark_partitioned(base_model(model).get_output_embeddings().weight)
     return wrapped
 
 

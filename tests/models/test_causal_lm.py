@@ -16,6 +16,7 @@ from pipeline.models.forward import causal_lm
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.forward.hidden_states import hidden_states
 from pipeline.models.loading import backbone, load_causal_lm
+from pipeline.models.partitions import mark_partitioned
 from pipeline.tensor_ops import position_ids_from_mask
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, forward_log_probs
@@ -128,10 +129,11 @@ def test_packing_is_refused_where_attention_takes_no_mask():
     assert parse(SFTConfig, words, section="sft").config.data.packing
 
 
+@pytest.mark.parametrize("partitioned", [False, True])
 @pytest.mark.parametrize("stores", [False, True])
 @pytest.mark.parametrize("num_rows", [4, 2])
-def test_chunked_head_equals_the_whole_one_with_gradients(causal_folder, monkeypatch, num_rows, stores):
-    """Logits of several pieces are computed again, or stored."""
+def test_chunked_head_equals_the_whole_one_with_gradients(causal_folder, monkeypatch, num_rows, stores, partitioned):
+    """Logits of several pieces are computed again, or stored. With partitioned weights rows alone give their number."""
     ids, mask = padded(random_rows(4)[:num_rows], side="right", extra=1)
     selected, results = every_next_token(mask), []
     calls = []
@@ -139,11 +141,15 @@ def test_chunked_head_equals_the_whole_one_with_gradients(causal_folder, monkeyp
     monkeypatch.setattr(
         causal_lm, "token_statistics", lambda *parts, **given: calls.append(parts) or original(*parts, **given)
     )
-    # Rows of NUM_TOKENS x ROW_TOKENS fp32 numbers: all of them in a piece, two, less than one.
-    row_bytes = NUM_TOKENS * causal_lm.ROW_TOKENS * 4
-    for limit, pieces in ((10 * row_bytes, 1), (2 * row_bytes, num_rows // 2), (row_bytes // 2, num_rows)):
+    # Rows of NUM_TOKENS x ROW_TOKENS fp32 numbers: all of them in a piece, two, less than one. Or the tokens there are.
+    row_bytes, count = NUM_TOKENS * causal_lm.ROW_TOKENS * 4, int(selected.sum())
+    of_rows = ((10 * row_bytes, 1), (2 * row_bytes, num_rows // 2), (row_bytes // 2, num_rows))
+    of_tokens = ((count * NUM_TOKENS * 4, 1), (5 * NUM_TOKENS * 4, -(-count // 5)), (1, count))
+    for limit, pieces in of_rows if partitioned else of_tokens:
         monkeypatch.setattr(causal_lm, "PIECE_BYTES", limit)
         model = loaded(causal_folder)
+        if partitioned:
+            mark_partitioned(model.model.get_output_embeddings().weight)
         model.stores_logits = stores
         calls.clear()
         found = model(ids, attention_mask=mask, selected=selected, temperature=0.9, with_entropy=True)

@@ -17,8 +17,8 @@ from pipeline.planning.fastest import Candidate
 from pipeline.planning.page import StagePlanner
 from pipeline.preparation.plans import expected
 
-VOCABULARY, PIECES = 151_936, 24  # of Qwen2.5; rows of a micro-batch, each of which is a piece
-SFT = f"--model-name-or-path qwen2.5-0.5b --max-seq-len 512 --per-device-train-batch-size {PIECES} --zero-stage 2"
+VOCABULARY, ROWS = 151_936, 24  # of Qwen2.5
+SFT = f"--model-name-or-path qwen2.5-0.5b --max-seq-len 512 --per-device-train-batch-size {ROWS} --zero-stage 2"
 PPO = (
     "--actor-model-name-or-path qwen2.5-0.5b --critic-model-name-or-path qwen2.5-0.5b --actor-zero-stage 2 "
     "--critic-zero-stage 2 --max-prompt-seq-len 256 --max-answer-seq-len 768 --per-device-train-batch-size 32 "
@@ -40,7 +40,9 @@ def test_with_room_the_logits_of_nearly_all_pieces_are_added():
     plan, before = plans("sft", SFT)
     assert plan.stores_logits and not before.stores_logits
     added = plan.phases["train"].total - before.phases["train"].total
-    assert PIECES - 3 < added / (511 * VOCABULARY * 2) < PIECES
+    logits = ROWS * 511 * VOCABULARY * 2
+    pieces = -(-logits // causal_lm.PIECE_BYTES)
+    assert pieces == 7 and pieces - 3 < added / (logits / pieces) < pieces
 
 
 def test_they_save_a_matrix_product_of_the_head():
@@ -48,7 +50,7 @@ def test_they_save_a_matrix_product_of_the_head():
     for kind in (StagePlanner, PlannerWithoutLogits):
         planner, resolved = planner_of("sft", SFT, "1xH100-80GB", kind)
         seconds.append(planner.seconds(resolved, planner.memory(resolved))["train"])
-    product = 2 * PIECES * 511 * VOCABULARY * 896 / 989e12
+    product = 2 * ROWS * 511 * VOCABULARY * 896 / 989e12
     assert product < seconds[1] - seconds[0] < 3 * product  # it also writes and reads the logits
 
 
