@@ -16,6 +16,7 @@ from pipeline.data.counts import Counts
 from pipeline.data.loader import evaluation_batches, to_device
 from pipeline.data.selection import evaluation_options
 from pipeline.errors import InputError, counted, say
+from pipeline.models.forward.shared_prompts import settings_of_pairs
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
 from pipeline.models.reward_model import last_token_scores, load_reward_model, measured_constants
@@ -73,7 +74,7 @@ def score_pairs(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     for make in batches:
         batch = to_device(make(), device)
-        values = model(batch.input_ids, batch.attention_mask, right_padded=True)
+        values = model(batch.input_ids, batch.attention_mask, **settings_of_pairs(batch.shared))
         loss_sum += batch_loss(values, batch, per_token=per_token, centering_coef=centering_coef).double()
         scores = last_token_scores(values, batch.lengths).chunk(2)
         lengths = (batch.lengths - batch.prompt_lengths.repeat(2)).float().chunk(2)

@@ -13,6 +13,8 @@ from pipeline.checkpoints.model_folder import is_saved, save_trained
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import PrefetchedSteps, Step, evaluation_batches, sequence_lengths
 from pipeline.engine.build import value_model_engine
+from pipeline.models.forward.packed_attention import enable_packed_attention
+from pipeline.models.forward.shared_prompts import settings_of_pairs
 from pipeline.models.reward_model import score_head_fields
 from pipeline.preparation.start import start_supervised
 from pipeline.run.run import Run
@@ -76,7 +78,8 @@ def train(run: Run, config: RewardConfig) -> None:
                 step = steps.step(state.step)
                 loss = accumulate_gradients(reward, step, state, control)
                 stepped = step_together([reward.engine], reward.rate(state.step), loss=loss)
-                reward.end_step(step, state, control, stepped=stepped, loss=loss / step.num_rows)
+                shared = [batch.shared.lengths for batch in step.micro_batches]
+                reward.end_step(step, state, control, stepped=stepped, loss=loss / step.num_rows, shared=shared)
     control.finish(state, reward.content(state), lambda: save_unless_best_is_saved(reward, state))
 
 
@@ -85,6 +88,8 @@ def build(run: Run, config: RewardConfig) -> Reward:
     source, tokenizer, pairs = start_supervised(run, config)
     collate, lengths = pair_collator(tokenizer.pad_token_id), sequence_lengths(pairs.train).max(1).tolist()
     engine = value_model_engine(run, source, config.model, new_head=True)
+    if config.reward_loss != "per_token":  # which reads values at padding
+        enable_packed_attention(engine.module.model, device=run.world.device)
     return assemble(run, config, tokenizer=tokenizer, data=pairs, engine=engine, collate=collate, lengths=lengths)
 
 
@@ -98,7 +103,7 @@ def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, co
     per_token = reward.config.reward_loss == "per_token"
 
     def loss_of(batch: PairBatch) -> torch.Tensor:
-        values = reward.engine(batch.input_ids, batch.attention_mask, batch.position_ids, right_padded=True)
+        values = reward.engine(batch.input_ids, batch.attention_mask, **settings_of_pairs(batch.shared))
         return batch_loss(values, batch, per_token=per_token, centering_coef=reward.config.centering_coef)
 
     return reward.sum_gradients(step, state, control, loss_of=loss_of, count=step.num_rows)

@@ -12,7 +12,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from pipeline.data.batching import epoch_order, right_padded
+from pipeline.data.batching import SharedTokens, epoch_order, right_padded
+from pipeline.models.forward.shared_prompts import settings_of_pairs
 from pipeline.tensor_ops import masked_sum
 
 Row = Mapping[str, Any]
@@ -31,6 +32,7 @@ class ResponseBatch:
     labels: (N,) bool, True = a good response.
     reference: (N,) fp32: log-probabilities under the reference, in nats, each summed over the tokens of a response.
     weights: (N,) fp32: 0 for sequences that only fill the batch.
+    shared: what the rows of a pair have in common; None for single responses.
     """
 
     input_ids: Tensor
@@ -41,6 +43,7 @@ class ResponseBatch:
     labels: Tensor
     reference: Tensor
     weights: Tensor
+    shared: SharedTokens | None
 
     @property
     def num_response_tokens(self) -> Tensor:
@@ -53,7 +56,8 @@ Collate = Callable[[list[Any]], ResponseBatch]
 
 def pair_responses(units: Sequence[Sequence[Row] | None], *, pad_id: int) -> ResponseBatch:
     """Collate units of one pair each; None stands for a pair that only fills the batch."""
-    return batch_of([None if unit is None else side_of(unit[0], side) for side in SIDES for unit in units], pad_id)
+    rows = [None if unit is None else side_of(unit[0], side) for side in SIDES for unit in units]
+    return batch_of(rows, pad_id, are_pairs=True)
 
 
 def single_responses(units: Sequence[Sequence[Row] | None], *, pad_id: int) -> ResponseBatch:
@@ -68,16 +72,18 @@ def side_of(pair: Row, side: str) -> Row:
     return {"ids": ids, "prompt_length": length, "label": SIDES[side], "reference": reference}
 
 
-def batch_of(rows: Sequence[Row | None], pad_id: int) -> ResponseBatch:
+def batch_of(rows: Sequence[Row | None], pad_id: int, *, are_pairs: bool = False) -> ResponseBatch:
     """Collate rows with `ids`, `prompt_length`, `label` and, once it is computed, `reference`."""
     filler: Row = {"ids": [pad_id], "prompt_length": 0, "label": False}
     filled = [filler if row is None else row for row in rows]
+    sequences = [row["ids"] for row in filled]
     return ResponseBatch(
-        **right_padded([row["ids"] for row in filled], pad_id),
+        **right_padded(sequences, pad_id),
         prompt_lengths=torch.tensor([row["prompt_length"] for row in filled]),
         labels=torch.tensor([row["label"] for row in filled]),
         reference=torch.tensor([row.get("reference", 0.0) for row in filled], dtype=torch.float32),
         weights=torch.tensor([float(row is not None) for row in rows]),
+        shared=SharedTokens.of_pairs(sequences) if are_pairs else None,
     )
 
 
@@ -95,8 +101,7 @@ def response_log_probs(model: Callable[..., Any], batch: ResponseBatch) -> Tenso
         batch.input_ids,
         attention_mask=batch.attention_mask,
         selected=selected,
-        position_ids=batch.position_ids,
-        right_padded=True,
+        **settings_of_pairs(batch.shared),
     )
     return masked_sum(output.log_probs, selected, 1)
 

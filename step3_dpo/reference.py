@@ -28,6 +28,7 @@ from pipeline.engine.build import compute_dtype, frozen_engine, load_policy
 from pipeline.engine.engine import FrozenEngine
 from pipeline.files import model_fingerprint, write_bytes
 from pipeline.heartbeat import beat
+from pipeline.models.forward.packed_attention import enable_packed_attention
 from pipeline.models.source import ModelSource
 from pipeline.run.host_storage import on_each_storage
 from pipeline.run.run import Run
@@ -105,6 +106,7 @@ def score_rows(
     The model is freed at the end.
     """
     engine = frozen_engine(run, load_policy, source, config.model, name="reference")
+    enable_packed_attention(engine.module.get_submodule("model"), device=run.world.device)
     size = config.optimizer.per_device_eval_batch_size
     for name, one in row_sets.items():
         step = PART * run.world.size * size

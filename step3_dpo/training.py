@@ -13,6 +13,7 @@ from pipeline.data.batching import epoch_order, num_steps, total_steps
 from pipeline.data.cache import StageData
 from pipeline.data.loader import PrefetchedSteps, Step, sequence_lengths, to_device
 from pipeline.engine.build import language_model_engine
+from pipeline.models.forward.packed_attention import enable_packed_attention
 from pipeline.preparation.start import start_supervised
 from pipeline.run.run import Run
 from pipeline.training.run_control import RunControl
@@ -53,7 +54,8 @@ def train(run: Run, config: DPOConfig) -> None:
                 loss = accumulate_gradients(dpo, step, state, control, z0)
                 stepped = step_together([dpo.engine], dpo.rate(state.step), loss=loss)
                 shown = {} if mismatches is None else {"z0": z0}
-                dpo.end_step(step, state, control, stepped=stepped, loss=loss / step.num_rows, **shown)
+                taken = [batch.shared.lengths for batch in step.micro_batches if batch.shared is not None]
+                dpo.end_step(step, state, control, stepped=stepped, loss=loss / step.num_rows, shared=taken, **shown)
     control.finish(state, dpo.content(state), lambda: save(dpo, state))
 
 
@@ -68,13 +70,15 @@ def build(run: Run, config: DPOConfig) -> tuple[DPO, Mismatches | None]:
     collate = partial(pair_responses if mismatches is None else single_responses, pad_id=tokenizer.pad_token_id)
     key = key_of(run, config, {"train": rows.train, "eval": rows.eval}, **facts)
     tables = reference_log_probs(run, config, source, collate, rows_to_score(run, config, rows, mismatches), key=key)
+    engine = language_model_engine(run, source, config.model)
+    enable_packed_attention(engine.module.model, device=run.world.device)
     train, held_out = (with_columns(part, tables[name]) for name, part in (("train", rows.train), ("eval", rows.eval)))
     dpo = assemble(
         run,
         config,
         tokenizer=tokenizer,
         data=replace(rows, train=train, eval=held_out),
-        engine=language_model_engine(run, source, config.model),
+        engine=engine,
         collate=collate,
         lengths=sequence_lengths(rows.train).max(1).tolist(),
     )

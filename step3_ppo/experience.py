@@ -149,7 +149,7 @@ class Responses(Rows):
 
     def lengths(self, *, packs: bool = False) -> Lengths:
         """Return the rows' lengths on the host, for micro-batches. It waits for the device once."""
-        return Lengths.of(self.prompt_lengths, self.response_lengths, packs=packs)
+        return Lengths.of(self.prompt_lengths, self.response_lengths, packs=packs, groups=self.row_index)
 
     def narrowed(self, length: int, width: int) -> "Responses":
         """Return the first `length` positions of the sequences and the first `width` response tokens."""

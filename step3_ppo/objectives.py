@@ -40,6 +40,8 @@ class StepSize:
     num_response_tokens: response tokens of all rows.
     num_trained: response tokens of rows with a finite reward, which losses are divided by.
     num_trained_rows: number of these rows.
+    num_shared: tokens of prompts that pass as another row's.
+    num_shared_squares: sum of the squares of the lengths of these prompts.
     """
 
     num_rows: int
@@ -48,6 +50,8 @@ class StepSize:
     num_response_tokens: int
     num_trained: int
     num_trained_rows: int = 0
+    num_shared: int = 0
+    num_shared_squares: int = 0
 
 
 class Sums:
@@ -110,7 +114,9 @@ class Objective(ABC):
     def flops(self, size: StepSize) -> float:
         """Return the matrix operations of the step on all ranks, for prompts with responses; `text` is not counted."""
         return self.work.flops(
-            num_tokens=size.num_tokens, num_squares=size.num_squares, num_head_tokens=size.num_response_tokens
+            num_tokens=size.num_tokens - size.num_shared,
+            num_squares=size.num_squares - size.num_shared_squares,
+            num_head_tokens=size.num_response_tokens,
         )
 
 

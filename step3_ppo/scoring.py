@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from pipeline import dist
 from pipeline.models.forward.causal_lm import Comparison, TokenStatistics
+from pipeline.models.forward.shared_prompts import SharedPrompts
 from pipeline.rewards.rows import ScoredRows
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.experience import Responses, Scores, batch_rows
@@ -44,9 +45,17 @@ def inputs_of(responses: Responses, batch: MicroBatch) -> dict[str, Any]:
         "attention_mask": responses.attention_mask,
         "selected": responses.predicts_response,
         "num_selected": batch.num_response_tokens,
-        "num_tokens": batch.num_packed_tokens,
-        "right_padded": True,
+        **settings_of(responses, batch),
     }
+
+
+def settings_of(responses: Responses, batch: MicroBatch) -> dict[str, Any]:
+    """Return how the rows of a micro-batch pass through any model: with or without padding, and what they share."""
+    shared = None
+    if batch.shared:
+        groups, lengths = responses.row_index, responses.prompt_lengths
+        shared = SharedPrompts.of_groups(groups, lengths, num_tokens=sum(batch.shared))
+    return {"num_tokens": batch.num_packed_tokens, "right_padded": True, "shared": shared}
 
 
 def comparison_of(
@@ -60,8 +69,7 @@ def comparison_of(
 
 def values_of(critic: Any, responses: Responses, batch: MicroBatch) -> Tensor:
     """Return (n, T) values at the response tokens of a micro-batch."""
-    num_tokens = batch.num_packed_tokens
-    values = critic(responses.sequences, responses.attention_mask, num_tokens=num_tokens, right_padded=True)
+    values = critic(responses.sequences, responses.attention_mask, **settings_of(responses, batch))
     return responses.in_response_space(values)
 
 
@@ -178,7 +186,7 @@ def scored_rows(models: Models, responses: Responses, batch: MicroBatch, rows: A
     """Return the rows of a micro-batch as rewards read them; `rows`: data set of the prompts."""
     lengths, rows_of_prompts = (responses.prompt_lengths, responses.response_lengths), responses.row_index
     texts = {"row_of": lambda n: rows[int(rows_of_prompts[n])], "tokenizer": models.tokenizer}
-    return ScoredRows(responses.sequences, *lengths, responses.finished, batch.num_packed_tokens, **texts)
+    return ScoredRows(responses.sequences, *lengths, responses.finished, settings_of(responses, batch), **texts)
 
 
 def gather_scores(parts: Sequence[Sequence[Tensor]], rows: Sequence[Tensor], *, width: int) -> list[Tensor]:

@@ -76,7 +76,9 @@ class Updater:
         lengths = torch.where(valid, (responses.prompt_lengths + responses.response_lengths)[rows], 0)
         masks = (responses.response_mask[rows], experience.response_mask[rows])
         counted = (valid, lengths, lengths.square(), *masks, masks[1].any(1))
+        shared = [length for batch in batches for length in batch.shared]
         sums = [column.sum().double() for column in counted]
+        sums += valid.new_tensor([sum(shared), sum(n * n for n in shared)], dtype=torch.float64)
         return StepSize(*map(int, dist.sum_over_ranks(torch.stack(sums)).tolist()))
 
     def update(

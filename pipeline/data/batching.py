@@ -8,7 +8,7 @@ copies them to a device.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ IGNORED = -100
 # Tokens of a forward pass without gradients: enough to keep a device busy, and so few that rows of very different
 # lengths are not padded together. Chosen by hand.
 SCORING_TOKENS = 16_384
+# Rows share their first tokens if these are more than this share of all: copies of them take time. Chosen by hand.
+LEAST_SHARED = 1 / 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class PairBatch:
     prompt_lengths: (B,) int64.
     margins: (B,) fp32.
     weights: (B,) fp32.
+    shared: what the rows of a pair have in common.
     """
 
     input_ids: Tensor
@@ -85,9 +88,41 @@ class PairBatch:
     prompt_lengths: Tensor
     margins: Tensor
     weights: Tensor
+    shared: "SharedTokens"
 
     def __post_init__(self) -> None:
         _check_on_host(self.attention_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTokens:
+    """The first tokens that the last B of 2B rows have in common with the first B, which they are pairs with.
+
+    lengths: (2B,) int64, first tokens of a row that the other row of its pair begins with too, fewer than it has; 0 for
+        the first B rows.
+    num_tokens: tokens of all rows.
+    num_shared: the sum of `lengths`; 0 if they are not worth it: then rows share none.
+    """
+
+    lengths: Tensor
+    num_tokens: int
+    num_shared: int
+
+    @classmethod
+    def of_pairs(cls, rows: Sequence[Sequence[int]]) -> Self:
+        """Compare 2B rows of tokens."""
+        pairs = len(rows) // 2
+        lengths = [0] * pairs + [_same(*pair) for pair in zip(rows[:pairs], rows[pairs:], strict=True)]
+        num_tokens, num_shared = sum(map(len, rows)), sum(lengths)
+        is_worth_it = num_shared > LEAST_SHARED * num_tokens
+        return cls(torch.tensor(lengths) * is_worth_it, num_tokens, num_shared * is_worth_it)
+
+
+def _same(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of first tokens that two rows have in common, fewer than the second row has."""
+    end = min(len(first), len(second) - 1)
+    differ = np.flatnonzero(np.asarray(first[:end]) != np.asarray(second[:end]))
+    return int(differ[0]) if len(differ) else end
 
 
 def packed_sft_batch(packs: Sequence[Sequence[Row] | None], *, pad_id: int) -> SFTBatch:
@@ -139,6 +174,7 @@ def pair_batch(rows: Sequence[Row | None], *, pad_id: int) -> PairBatch:
         prompt_lengths=torch.tensor([pair["prompt_length"] for pair in pairs]),
         margins=torch.tensor([pair["margin"] for pair in pairs], dtype=torch.float32),
         weights=_weights(rows),
+        shared=SharedTokens.of_pairs(sides),
     )
 
 

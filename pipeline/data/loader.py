@@ -6,7 +6,7 @@ nothing. Within a step, rows are grouped by length, so that there is little padd
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
@@ -178,4 +178,9 @@ def to_device(batch: B, device: torch.device) -> B:
 
 def _each_tensor(batch: B, change: Callable[[torch.Tensor], torch.Tensor]) -> B:
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}  # type: ignore[arg-type]
-    return type(batch)(**{name: change(v) if isinstance(v, torch.Tensor) else v for name, v in values.items()})
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            values[name] = change(value)
+        elif is_dataclass(value):
+            values[name] = _each_tensor(value, change)
+    return type(batch)(**values)

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from pipeline.errors import InputError
 from pipeline.models.forward.hidden_states import hidden_states
+from pipeline.models.forward.shared_prompts import SharedPrompts
 from pipeline.models.loading import WrappedModel, base_model, load_pretrained, with_adapter
 from pipeline.models.lora import start_model
 from pipeline.models.partitions import gathered
@@ -65,6 +66,7 @@ class TokenValueModel(WrappedModel):
         *,
         num_tokens: int | None = None,
         right_padded: bool = False,
+        shared: SharedPrompts | None = None,
     ) -> torch.Tensor:
         """Return (B, S) fp32 values, one per prefix; values at padding are undefined.
 
@@ -74,9 +76,16 @@ class TokenValueModel(WrappedModel):
             position_ids: (B, S) int64 of packed rows; other rows count from 0.
             num_tokens: number of real tokens, to compute padded rows without their padding (see `hidden_states`).
             right_padded: False: rows are checked for padding on their left, which synchronises with a GPU.
+            shared: first tokens that rows have in common (see `hidden_states`).
         """
         hidden = hidden_states(
-            self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens, right_padded=right_padded
+            self.model,
+            input_ids,
+            attention_mask,
+            position_ids,
+            num_tokens=num_tokens,
+            right_padded=right_padded,
+            shared=shared,
         )  # (B, S, H)
         raw = base_model(self.model).score(hidden).squeeze(-1)  # (B, S)
         return (raw - self.score_mean) / self.score_std

@@ -45,8 +45,7 @@ class RewardModel:
         """Return (n,) fp32 raw scores at each row's last real token; with `tokenizer`, rows are encoded from text."""
         with self.open() as model:
             if self.tokenizer is None:
-                settings = {"num_tokens": rows.num_packed_tokens, "right_padded": True}
-                return last_token_scores(model(rows.sequences, rows.mask, **settings), rows.mask.sum(1))
+                return last_token_scores(model(rows.sequences, rows.mask, **rows.settings), rows.mask.sum(1))
             texts = [(row.messages, row.response.strip(), row.finished) for row in rows]
             ids = [scored_ids(self.tokenizer, *text, num_positions=self.num_positions) for text in texts]
             return score_ids(model, ids, self.tokenizer, rows.sequences.device)

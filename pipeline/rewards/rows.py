@@ -39,7 +39,7 @@ class ScoredRows:
     prompt_lengths: (n,) int64.
     response_lengths: (n,) int64; a response includes its EOS.
     finished: (n,) bool, True = ended with an EOS or a stop string.
-    num_packed_tokens: tokens of all rows where a pass packs them; None where it pads them.
+    settings: how the rows pass through a model that reads these tokens: see `TokenValueModel.forward`.
     row_of: place in this batch -> the prompt's row: `messages` and, where rows have other columns, `extra`, as JSON.
     tokenizer: tokenizer of the sequences.
     """
@@ -48,7 +48,7 @@ class ScoredRows:
     prompt_lengths: Tensor
     response_lengths: Tensor
     finished: Tensor
-    num_packed_tokens: int | None
+    settings: Mapping[str, Any]
     row_of: Callable[[int], Mapping[str, Any]]
     tokenizer: PreTrainedTokenizerBase
 

@@ -7,14 +7,14 @@ the same numbers of rows, and nearly the same numbers of tokens.
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Self
 
 import torch
 
 from pipeline import dist
-from pipeline.data.batching import SCORING_TOKENS, balanced_slices
+from pipeline.data.batching import LEAST_SHARED, SCORING_TOKENS, balanced_slices
 from pipeline.tensor_ops import round_up
 
 # Lengths of forward passes on a GPU are multiples of this, in tokens. Each new shape costs tenths of a second,
@@ -39,18 +39,28 @@ class Lengths:
 
     unit: multiple to which the length of a forward pass over padded rows is rounded up.
     packs: whether the models accept packed rows, without padding.
+    groups: a number for each row; rows of one number have the same prompt. Empty: all prompts differ.
     """
 
     prompts: list[int]
     responses: list[int]
     unit: int = 1
     packs: bool = False
+    groups: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, *, packs: bool = False) -> Self:
-        """Read (N,) int64 lengths from the device, with one synchronisation."""
-        prompts, answers = torch.stack([prompt_lengths, response_lengths]).tolist()
-        return cls(prompts, answers, length_unit(prompt_lengths.device), packs)
+    def of(
+        cls,
+        prompt_lengths: torch.Tensor,
+        response_lengths: torch.Tensor,
+        *,
+        packs: bool = False,
+        groups: torch.Tensor | None = None,
+    ) -> Self:
+        """Read (N,) int64 lengths and groups from the device, with one synchronisation."""
+        columns = [prompt_lengths, response_lengths, *([] if groups is None else [groups])]
+        prompts, answers, *numbers = torch.stack(columns).tolist()
+        return cls(prompts, answers, length_unit(prompt_lengths.device), packs, *numbers)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -59,6 +69,18 @@ class Lengths:
     def whole(self) -> list[int]:
         """Tokens of each row, prompt and response."""
         return [prompt + response for prompt, response in zip(self.prompts, self.responses, strict=True)]
+
+    def shared(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Return the lengths of prompts that a row before has too, among these rows; () if they are too few to share.
+
+        The lengths are those of all rows after the first one with their prompt.
+        """
+        if not self.groups or not self.packs:
+            return ()
+        first = {self.groups[row]: row for row in reversed(rows)}
+        shared = tuple(self.prompts[row] for row in rows if first[self.groups[row]] != row)
+        num_tokens = sum(self.prompts[row] + self.responses[row] for row in rows)
+        return shared if sum(shared) > LEAST_SHARED * num_tokens else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +92,7 @@ class MicroBatch:
     width: tokens of the longest response.
     num_response_tokens: response tokens of all rows, including those that only fill a rollout up.
     num_packed_tokens: tokens of all sequences, if they pass packed; None: they pass as (rows, length).
+    shared: lengths of prompts that do not pass, since a row before with the same prompt computes them.
     """
 
     rows: tuple[int, ...]
@@ -77,6 +100,7 @@ class MicroBatch:
     width: int
     num_response_tokens: int
     num_packed_tokens: int | None = None
+    shared: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[int], lengths: Lengths) -> Self:
@@ -85,13 +109,14 @@ class MicroBatch:
         responses = [lengths.responses[row] for row in rows]
         whole = [lengths.prompts[row] + lengths.responses[row] for row in rows]
         length = round_up(max(whole), lengths.unit)
-        packs = lengths.packs and sum(whole) < len(rows) * length * (1 - PADDING_TO_PACK)
-        return cls(rows, length, max(responses), sum(responses), sum(whole) if packs else None)
+        shared = lengths.shared(rows)
+        packs = lengths.packs and sum(whole) - sum(shared) < len(rows) * length * (1 - PADDING_TO_PACK)
+        return cls(rows, length, max(responses), sum(responses), sum(whole) if packs else None, shared)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that pass through a model, padding included."""
-        return self.num_packed_tokens or len(self.rows) * self.length
+        return (self.num_packed_tokens or len(self.rows) * self.length) - sum(self.shared)
 
 
 def micro_batches(
@@ -112,32 +137,62 @@ def by_tokens(
 ) -> list[MicroBatch]:
     """Split this rank's share of `rows` into micro-batches with a limit of tokens, including padding of padded rows.
 
-    Rows of nearly one length may exceed the limit by the padding that PADDING_TO_PACK allows.
+    Rows of nearly one length may exceed the limit by the padding that PADDING_TO_PACK allows. Packed rows with the same
+    prompt stay together as far as the limit, which counts their prompts each, and the ranks allow.
 
     Args:
         longest_rows: the limit is this many times the longest row; 0: `tokens` is the limit.
         tokens: the limit, or one row if that is longer.
     """
-    share = len(rows) // world.size
-    (mine,) = dealt(rows, lengths, world, share)
-    # All ranks must split at the same indices, so take the longest of the rows that the ranks have at each index.
     whole = lengths.whole
-    ordered = sorted((whole[row] for row in rows), reverse=True)[:: world.size]
-    padded = [round_up(length, lengths.unit) for length in ordered]
-    limit = longest_rows * padded[0] or tokens
+    longest = round_up(max(whole[row] for row in rows), lengths.unit)
+    limit = longest_rows * longest or tokens
+    units = [[row] for row in rows]
+    if lengths.packs and lengths.groups:
+        units = together(rows, lengths, world_size=world.size, most=limit // longest)
+    totals = [sum(whole[row] for row in unit) for unit in units]
+    (mine,) = balanced_slices(
+        range(len(units)), totals, world_size=world.size, rank=world.rank, micro_batch_size=len(units) // world.size
+    )
+    # All ranks must split at the same indices, so take the longest of the units that the ranks have at each index.
+    order = sorted(range(len(units)), key=totals.__getitem__, reverse=True)
+    deals = [order[start : start + world.size] for start in range(0, len(order), world.size)]
+    ordered = [totals[deal[0]] for deal in deals]
+    padded = [
+        max(len(units[unit]) * round_up(whole[row], lengths.unit) for unit in deal for row in units[unit])
+        for deal in deals
+    ]
     if lengths.packs:
-        parts = even_parts(ordered, limit)
+        parts = even_parts(ordered, limit, padded)
     else:
         parts = [list(range(*ends)) for ends in pairwise(best_cuts(padded, limit))]
-    return [MicroBatch.of((mine[index] for index in part), lengths) for part in parts]
+    of_rank = [units[unit] for unit in mine if unit is not None]
+    return [MicroBatch.of((row for index in part for row in of_rank[index]), lengths) for part in parts]
 
 
-def even_parts(lengths: Sequence[int], limit: int) -> list[list[int]]:
+def together(rows: Sequence[int], lengths: Lengths, *, world_size: int, most: int) -> list[list[int]]:
+    """Divide rows into units of the same number of rows with one prompt: at most `most`, and the same on every rank."""
+    groups: dict[int, list[int]] = {}
+    for row in rows:
+        groups.setdefault(lengths.groups[row], []).append(row)
+    common = math.gcd(*map(len, groups.values()))
+    sizes = (size for size in range(min(common, most), 1, -1) if common % size == 0)
+    size = next((size for size in sizes if len(rows) // size % world_size == 0), 1)
+    if size == 1:
+        return [[row] for row in rows]
+    whole = lengths.whole
+    ordered = [sorted(group, key=lambda row: -whole[row]) for group in groups.values()]
+    return [group[start : start + size] for group in ordered for start in range(0, len(group), size)]
+
+
+def even_parts(lengths: Sequence[int], limit: int, padded: Sequence[int] | None = None) -> list[list[int]]:
     """Split the indices of N descending lengths into few parts with nearly equal sums, at most `limit` each.
 
     If the longest length is above the limit, it is the limit. Each length goes to the part with the smallest sum
-    (Graham 1969, "longest processing time first"). No part takes more than MOST_SPREAD times the limit as padded rows.
+    (Graham 1969, "longest processing time first"). No part takes more than MOST_SPREAD times the limit as padded rows:
+    `padded` are these lengths if each belongs to several rows.
     """
+    padded = padded or lengths
     limit = max(limit, lengths[0])
     count = max(1, math.ceil(sum(lengths) / limit))
     while count < len(lengths):
@@ -147,7 +202,7 @@ def even_parts(lengths: Sequence[int], limit: int) -> list[list[int]]:
             full, part = heapq.heappop(sums)
             heapq.heappush(sums, (full + length, part))
             parts[part].append(index)
-        spread = max(len(part) * lengths[part[0]] for part in parts if part)
+        spread = max(len(part) * max(padded[index] for index in part) for part in parts if part)
         if max(sums)[0] <= limit and spread <= MOST_SPREAD * limit:
             return parts
         count += 1 + count // 8
@@ -175,12 +230,6 @@ def best_cuts(lengths: Sequence[int], limit: int) -> list[int]:
     while cuts[-1]:
         cuts.append(starts[cuts[-1]])
     return cuts[::-1]
-
-
-def dealt(rows: Sequence[int], lengths: Lengths, world: dist.World, size: int) -> list[list[int]]:
-    """Return this rank's share of the rows, longest first, in parts of `size`; the ranks must divide their number."""
-    slices = balanced_slices(rows, lengths.whole, world_size=world.size, rank=world.rank, micro_batch_size=size)
-    return [[row for row in part if row is not None] for part in slices]
 
 
 def scoring_batches(lengths: Lengths, *, world: dist.World, tokens: int | None = None) -> list[MicroBatch]:

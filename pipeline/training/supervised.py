@@ -24,6 +24,8 @@ from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
 from pipeline.engine.engine import TrainingEngine
 from pipeline.heartbeat import beat
 from pipeline.models.flops import TrainingWork, training_mfu, training_work
+from pipeline.models.forward.packed_attention import uses_packed_attention
+from pipeline.models.loading import base_model
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.evaluations import beside_last
 from pipeline.run.run import Run, take_folder
@@ -137,19 +139,33 @@ class Supervised(Generic[C, B]):
         return checkpoint.Content(state=asdict(state), engines={"model": self.engine})
 
     def end_step(
-        self, step: Step[Any], state: Counters, control: RunControl, *, stepped: bool, loss: float, **more: float
+        self,
+        step: Step[Any],
+        state: Counters,
+        control: RunControl,
+        *,
+        stepped: bool,
+        loss: float,
+        shared: Sequence[torch.Tensor] = (),
+        **more: float,
     ) -> None:
         """Count an optimizer step, and write its metrics and `more`; if the engine has not stepped, log the rows.
+
+        shared: this rank's lengths, (n,) int64, of first tokens that rows take from others if the model packs rows.
 
         Raises:
             DivergedError: too many steps in a row were skipped.
         """
         state.num_tokens += step.num_tokens
         state.count_step(stepped=stepped, engines=[self.engine])
-        flops = self.work.flops(
-            num_tokens=step.num_tokens, num_squares=step.num_squares, num_head_tokens=step.num_trained
-        )
         seconds, world = control.recorder.seconds("train"), self.run.world
+        packs = uses_packed_attention(base_model(self.engine.module.model).config)
+        taken = torch.cat(list(shared)) if shared and packs else torch.zeros(1, dtype=torch.int64)
+        flops = self.work.flops(
+            num_tokens=step.num_tokens - world.size * int(taken.sum()),  # ranks have nearly the same tokens
+            num_squares=step.num_squares - world.size * int(taken.square().sum()),
+            num_head_tokens=step.num_trained,
+        )
         values = training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device) | {
             "loss": loss,
             "grad_norm": self.engine.last_gradient_norm,

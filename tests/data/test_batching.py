@@ -11,6 +11,7 @@ from support.messages import naming
 
 from pipeline.data.batching import (
     IGNORED,
+    SharedTokens,
     balanced_slices,
     block_diagonal_mask,
     epoch_order,
@@ -114,6 +115,26 @@ def test_pair_batch_by_hand():
     assert batch.margins.tolist() == [0.5, 0.0]
     assert batch.weights.tolist() == [1.0, 0.0]
     assert (batch.lengths.dtype, batch.margins.dtype) == (torch.int64, torch.float32)
+    assert batch.shared.lengths.tolist() == [0, 0, 2, 0] and (batch.shared.num_tokens, batch.shared.num_shared) == (
+        9,
+        2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "shared"),
+    [
+        ([1, 2, 3], [1, 2, 3, 4], 3),
+        ([1, 2, 3, 4], [1, 2, 3], 2),  # the last token is the row's own: it has a query
+        ([1, 2, 3, 4], [2, 2, 3, 4], 0),
+        ([5, *[1] * 40], [5, *[2] * 40], 0),  # one token of 82 is not worth it
+        ([5, 5, 5, *[1] * 40], [5, 5, 5, *[2] * 40], 3),
+    ],
+)
+def test_what_the_rows_of_a_pair_share(chosen, rejected, shared):
+    found = SharedTokens.of_pairs([chosen, rejected])
+    assert found.lengths.tolist() == [0, shared] and found.num_shared == shared
+    assert found.lengths.dtype == torch.int64 and found.num_tokens == len(chosen) + len(rejected)
 
 
 def test_first_fit_packing_by_hand():

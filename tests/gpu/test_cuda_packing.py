@@ -13,6 +13,7 @@ from pipeline.data.batching import packed_sft_batch
 from pipeline.data.loader import to_device
 from pipeline.models.forward import packed_attention
 from pipeline.models.forward.causal_lm import CausalLM
+from pipeline.models.forward.shared_prompts import SharedPrompts
 from pipeline.models.loading import without_dropout
 from pipeline.tensor_ops import lengths_to_mask
 from step1_sft.eval import forward_log_probs
@@ -66,7 +67,7 @@ def test_grouped_heads_give_what_repeated_ones_give(heads, kv_heads, size, windo
     def outcome(*, repeated: bool) -> list[torch.Tensor]:
         query, *pair = (tensor.clone().requires_grad_() for tensor in qkv)
         given = [tensor.repeat_interleave(heads // kv_heads, 1) if repeated else tensor for tensor in pair]
-        out = packed_attention.flash_attention(query, *given, bounds, 149, scale=None, window=window)
+        out = packed_attention.flash_attention(query, *given, bounds, bounds, 149, scale=None, window=window)
         assert out.shape == query.shape
         return [out.detach(), *torch.autograd.grad((out * weights).sum(), (query, *pair))]
 
@@ -123,6 +124,35 @@ def test_rows_without_their_padding_equal_padded_rows(name):
     assert apart(found[1][0], found[0][0]) < BF16_TOLERANCE
     for key, gradient in found[1][1].items():
         assert apart(gradient, found[0][1][key]) < 2 * BF16_TOLERANCE, key
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", ["opt", "llama", "mistral"])
+def test_rows_that_share_their_prompts_equal_rows_of_their_own(name, recomputed):
+    """Three rows of a prompt of 300 tokens, two of one of 70, one alone: values, gradients, the same bits twice."""
+    inner = AutoModelForCausalLM.from_config(config_of(name), attn_implementation="sdpa")
+    randomise(inner, 1)
+    model = CausalLM(inner.to(CUDA, torch.bfloat16)).train()
+    prompts, lengths = torch.tensor([[300, 70, 300, 12, 70, 300], [301, 200, 370, 100, 71, 430]], device=CUDA)
+    groups = torch.tensor([5, 2, 5, 9, 2, 5], device=CUDA)
+    mask = lengths_to_mask(lengths, 430)
+    ids = torch.randint(3, 400, mask.shape, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1))
+    ids[[2, 5], :300], ids[4, :70] = ids[0, :300], ids[1, :70]
+    shared = SharedPrompts.of_groups(groups, prompts, num_tokens=670)
+    assert packed_attention.enable_packed_attention(inner, device=CUDA)
+    if recomputed:
+        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found = []
+    for settings in ({}, {"shared": shared}, {"shared": shared}):
+        model.zero_grad()
+        log_probs = model(ids, attention_mask=mask, selected=mask[:, 1:], num_tokens=1472, **settings).log_probs
+        (-log_probs * torch.linspace(0.5, 2.0, log_probs.numel(), device=CUDA).view_as(log_probs)).sum().backward()
+        gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        found.append((log_probs.detach(), gradients))
+    assert apart(found[1][0], found[0][0]) < BF16_TOLERANCE and found[1][0].equal(found[2][0])
+    for key, gradient in found[1][1].items():
+        if not key.endswith("k_proj.bias"):  # a shift of all keys changes no softmax: its gradient is rounding
+            assert apart(gradient, found[0][1][key]) < 2 * BF16_TOLERANCE, key
 
 
 def test_ppo_packs_its_rows(tmp_path: Path):

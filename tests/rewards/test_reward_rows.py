@@ -34,7 +34,7 @@ def test_rows_have_the_text_and_the_tokens_of_their_response(tiny_folders):
 
     rows = ScoredRows(
         sequences, torch.tensor([len(row) for row in starts]), torch.tensor([len(row) for row in ends]),
-        finished=torch.tensor([False, True]), num_packed_tokens=None, row_of=row_of, tokenizer=tokenizer,
+        finished=torch.tensor([False, True]), settings={}, row_of=row_of, tokenizer=tokenizer,
     )  # fmt: skip
     assert rows.mask.sum(1).tolist() == [len(starts[n]) + len(ends[n]) for n in range(2)]
     assert looked_up == [], "nothing is looked up before a reward reads it"
@@ -50,7 +50,7 @@ def test_a_reward_model_of_other_tokens_packs_its_own_tokens(bpe_tokenizer, tiny
     """Not as many as the policy's sequences have."""
     sequences, ones = torch.full((2, 7), 5), torch.ones(2, dtype=torch.int64)
     rows = ScoredRows(
-        sequences, ones, torch.tensor([3, 6]), torch.tensor([False, True]), num_packed_tokens=11,
+        sequences, ones, torch.tensor([3, 6]), torch.tensor([False, True]), settings={"num_tokens": 11},
         row_of=lambda n: {"messages": json.dumps([{"role": "user", "content": PROMPTS[n]}])}, tokenizer=bpe_tokenizer,
     )  # fmt: skip
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_folders["opt"])

@@ -120,6 +120,7 @@ def test_a_tie_within_rounding_is_half_a_win(method: str, dtype: torch.dtype, di
     batch = ResponseBatch(
         *[torch.zeros(4, 0, dtype=torch.int64)] * 3, lengths=torch.full((4,), 20), prompt_lengths=torch.full((4,), 4),
         labels=labels, reference=torch.full((4,), -40.0), weights=torch.ones(4),
+        shared=None,
     )  # fmt: skip
     ratios = torch.tensor([difference, -difference, 0.0, 0.0])
     eps = torch.finfo(dtype).eps

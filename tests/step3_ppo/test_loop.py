@@ -43,15 +43,19 @@ def test_responses_end_at_every_id_that_generation_config_names(world, trained_f
     assert responses.response_lengths.tolist() == [1] * 4 and responses.finished.all()
 
 
-def test_rollouts_of_packed_rows_score_and_train_as_padded_ones(world, trained_folders, tmp_path, monkeypatch):
+@pytest.mark.parametrize("samples", [1, 4])
+def test_rollouts_of_packed_rows_score_and_train_as_padded_ones(world, trained_folders, tmp_path, monkeypatch, samples):
+    """With four responses to a prompt, it passes once in each micro-batch, through policy, critic and reward model."""
     config = ppo_config(trained_folders, accumulation=2)
+    config = config.model_copy(update={"sampling": config.sampling.replace(num_samples_per_prompt=samples)})
     padded = loop_on_random_prompts(world, tmp_path, config)
     monkeypatch.setattr(models, "enable_packed_attention", give_bounds)
     packed = loop_on_random_prompts(world, tmp_path, config)
     assert packed.ppo.models.pack_rows and not padded.ppo.models.pack_rows
     with plain_kernel() as kernel:
         found = packed.iterate()
-    assert kernel.called
+    shares = [len(call.args[1]) > len(call.args[0]) for call in kernel.call_args_list]  # more keys than queries
+    assert any(shares) == (samples > 1) and kernel.called
     wanted = padded.iterate()
     assert found[0]["policy/first_ratio_error"] == 0.0 and len(found) == len(wanted)
     for mine, theirs in zip(found, wanted, strict=True):

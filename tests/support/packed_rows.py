@@ -15,20 +15,31 @@ from pipeline.models.loading import base_model
 
 
 def plain_flash(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, *, scale: float | None, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    key_bounds: Tensor,
+    longest: int,
+    *,
+    scale: float | None,
+    window: int,
 ) -> Tensor:
-    """`packed_attention.flash_attention` by the book: run by run, under a dense mask, with keys for each query head."""
-    ends = bounds.tolist()
-    assert bounds.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(query)
-    assert key.shape == value.shape and (len(query), query.shape[-1]) == (len(key), key.shape[-1])
+    """`packed_attention.flash_attention` by the book: run by run, under a dense mask, with keys for each query head.
+
+    The last query of a run stands at its last key, and each before it at the key before.
+    """
+    ends, key_ends = bounds.tolist(), key_bounds.tolist()
+    for states, last in ((query, ends), (key, key_ends)):
+        assert bounds.dtype == key_bounds.dtype == torch.int32 and last[0] == 0 and last[-1] == len(states)
+    assert key.shape == value.shape and query.shape[-1] == key.shape[-1]
     key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], 1) for states in (key, value))
     found = []
-    for start, stop in pairwise(ends):
-        assert 0 <= stop - start <= longest
-        places = torch.arange(stop - start)
-        back = places[:, None] - places[None, :]
+    for (start, stop), (first, end) in zip(pairwise(ends), pairwise(key_ends), strict=True):
+        assert 0 <= stop - start <= end - first <= longest
+        back = torch.arange(end - first - (stop - start), end - first)[:, None] - torch.arange(end - first)
         seen = (back >= 0) & ((back <= window) | torch.tensor(window < 0))
-        part = (states[start:stop].transpose(0, 1) for states in (query, key, value))
+        part = (query[start:stop].transpose(0, 1), *(states[first:end].transpose(0, 1) for states in (key, value)))
         found.append(scaled_dot_product_attention(*part, attn_mask=seen, scale=scale).transpose(0, 1))
     return torch.cat(found)
 

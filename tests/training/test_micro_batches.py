@@ -14,7 +14,7 @@ from pipeline.training.micro_batches import (
     Lengths,
     MicroBatch,
     best_cuts,
-    dealt,
+    by_tokens,
     even_parts,
     micro_batches,
     scoring_batches,
@@ -37,10 +37,14 @@ def random_lengths(count: int, seed: int = 0, *, packs: bool = False) -> Lengths
 def test_dealing_by_hand():
     # Whole lengths 3, 9, 5, 9, 1, 7, 5, 2: longest first 1 3 5 2 6 0 7 4; rounds of two, every other one backwards.
     lengths = Lengths([1] * 8, [2, 8, 4, 8, 0, 6, 4, 1])
-    assert dealt(range(8), lengths, worlds(1)[0], 8) == [[1, 3, 5, 2, 6, 0, 7, 4]]
-    assert [dealt(range(8), lengths, world, 4) for world in worlds(2)] == [[[1, 2, 6, 4]], [[3, 5, 0, 7]]]
+
+    def dealt(rows, world: World) -> list[tuple[int, ...]]:
+        return [batch.rows for batch in by_tokens(rows, lengths, world, tokens=1000)]
+
+    assert dealt(range(8), worlds(1)[0]) == [(1, 3, 5, 2, 6, 0, 7, 4)]
+    assert [dealt(range(8), world) for world in worlds(2)] == [[(1, 2, 6, 4)], [(3, 5, 0, 7)]]
     # Of one length: in the order given.
-    assert [dealt([6, 3, 2, 1], lengths, world, 1) for world in worlds(2)] == [[[3], [2]], [[1], [6]]]
+    assert [dealt([6, 3, 2, 1], world) for world in worlds(2)] == [[(3, 2)], [(1, 6)]]
 
 
 def test_micro_batches_by_hand():
@@ -168,6 +172,55 @@ def test_packed_rows_leave_no_padding_in_few_even_passes():
     assert max(sizes) < 1.02 * min(sizes)
 
 
+def test_shared_prompts_by_hand():
+    """Rows 0, 2 and 4 have one prompt of 9 tokens, 1 and 3 one of 6: 9 + 9 + 6 of 47 tokens do not pass."""
+    lengths = Lengths([9, 6, 9, 6, 9], [1, 2, 3, 1, 1], packs=True, groups=[7, 3, 7, 3, 7])
+    batch = MicroBatch.of([4, 1, 2, 0, 3], lengths)
+    assert batch.shared == (9, 9, 6) and batch.num_packed_tokens == 47 and batch.num_tokens == 23
+    assert MicroBatch.of([0, 1], lengths).shared == () and MicroBatch.of([0, 1], lengths).num_tokens == 18
+    assert MicroBatch.of(range(5), Lengths([9] * 5, [1] * 5, groups=[7] * 5)).num_tokens == 50, "padded rows share none"
+    few = Lengths([1, 1], [60, 50], packs=True, groups=[7, 7])
+    assert MicroBatch.of([0, 1], few).shared == (), "1 of 112 tokens is not worth the copies"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("most", "units"), [(16, 8), (9, 8), (4, 4), (3, 2), (1, 1)])
+def test_rows_of_one_prompt_stay_together(size, most, units):
+    """16 groups of 8 rows: whole groups in a pass where they fit, else halves, quarters or single rows."""
+    draw = random.Random(3)
+    groups = draw.sample([group for group in range(16) for _ in range(8)], 128)
+    lengths = Lengths([256] * 128, [draw.randint(30, 256) for _ in range(128)], packs=True, groups=groups)
+    ranks = [micro_batches(range(128), lengths, rows_per_step=128, world=world, size=most)[0] for world in worlds(size)]
+    assert sorted(row for rank in ranks for batch in rank for row in batch.rows) == list(range(128))
+    assert len({tuple(len(batch.rows) for batch in rank) for rank in ranks}) == 1, "ranks make the same passes"
+    longest = max(lengths.whole)
+    for batch in (batch for rank in ranks for batch in rank):
+        assert batch.num_packed_tokens is None or batch.num_packed_tokens <= most * longest
+        counts = [sum(groups[row] == group for row in batch.rows) for group in {groups[row] for row in batch.rows}]
+        assert all(count % units == 0 for count in counts)
+        if units > 1:
+            assert batch.num_packed_tokens - batch.num_tokens == sum(256 * (count - 1) for count in counts)
+
+
+def test_groups_of_unequal_size_and_ranks_that_cannot_share_them():
+    """Groups of 8 and 4 pass as fours; of 3 groups of 2 two ranks cannot have as many each, so rows pass singly."""
+    uneven = Lengths([9] * 12, [2] * 12, packs=True, groups=[0] * 8 + [1] * 4)
+    (step,) = micro_batches(range(12), uneven, rows_per_step=12, world=worlds(1)[0], size=4)
+    assert [batch.shared for batch in step] == [(9, 9, 9)] * 3
+    lengths = Lengths([9] * 6, [2, 3, 4, 5, 6, 7], packs=True, groups=[0, 0, 1, 1, 2, 2])
+    ranks = [micro_batches(range(6), lengths, rows_per_step=6, world=world, size=6)[0] for world in worlds(2)]
+    # As by length alone: 16 15 14 13 12 11 dealt to 0 1, 1 0, 0 1.
+    assert [[batch.rows for batch in rank] for rank in ranks] == [[(5, 2, 1)], [(4, 3, 0)]]
+    assert [[batch.shared for batch in rank] for rank in ranks] == [[()], [()]]
+
+
+def test_a_long_row_in_a_group_does_not_spread_its_short_ones_over_much_memory():
+    """Of each 8 rows one has 4,096 tokens and the others 50: no pass takes more than four times its limit, padded."""
+    lengths = Lengths([10] * 128, ([4086] + [40] * 7) * 16, packs=True, groups=[n // 8 for n in range(128)])
+    for batch in scoring_batches(lengths, world=worlds(1)[0], tokens=16_384):
+        assert len(batch.rows) * batch.length <= 4 * 16_384 or len(batch.rows) == 8
+
+
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_scoring_batches_keep_to_their_tokens_and_cover_all_rows(monkeypatch, size, packs):
@@ -202,7 +255,7 @@ def test_rows_are_cut_to_the_shape_of_their_micro_batch():
         row_index=torch.full((4,), EOS), order=torch.arange(4),
     )  # fmt: skip
     lengths = responses.lengths()
-    assert lengths == Lengths([2, 4, 1, 3], [3, 6, 2, 1]) and len(lengths) == 4
+    assert lengths == Lengths([2, 4, 1, 3], [3, 6, 2, 1], groups=[EOS] * 4) and len(lengths) == 4
     batches = [MicroBatch.of([3, 0], lengths), MicroBatch.of([2], lengths)]
     (_, places, first), (_, _, second) = batch_rows(responses, batches)
     assert places.tolist() == first.order.tolist() == [3, 0]

@@ -14,14 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.kernels.divergences import Divergence, divergences
 from pipeline.kernels.token_statistics import LogitScaling, token_statistics
 from pipeline.models.forward.hidden_states import hidden_states
+from pipeline.models.forward.shared_prompts import SharedPrompts
 from pipeline.models.loading import WrappedModel, base_model
+from pipeline.models.partitions import is_partitioned
 
 # Logits of one piece of the head: large enough for efficient matrix products, small compared with activations.
 PIECE_BYTES = 512 * 2**20
 # The same in fp32 where two models' distributions are compared, which needs up to 11 tensors of this size. On an H200
 # 64 MiB take 2 to 3 times as long and 512 MiB a tenth less (benchmarks/reports/distillation_qwen_h200_202611.md).
 COMPARED_BYTES = 256 * 2**20
-# Selected tokens per row that the number of pieces is computed from. Not the true number: under ZeRO-3 every rank must
+# Selected tokens per row that the number of pieces is computed from under ZeRO-3, not the true number: every rank must
 # call the head equally often, and the ranks' rows differ.
 ROW_TOKENS = 1024
 
@@ -70,6 +72,7 @@ class CausalLM(WrappedModel):
         position_ids: torch.Tensor | None = None,
         num_tokens: int | None = None,
         right_padded: bool = False,
+        shared: SharedPrompts | None = None,
         with_entropy: bool = False,
         comparison: Comparison | None = None,
         hidden_only: bool = False,
@@ -85,12 +88,19 @@ class CausalLM(WrappedModel):
             position_ids: (B, S) int64 of packed rows; other rows count from 0.
             num_tokens: number of real tokens, to compute padded rows without their padding (see `hidden_states`).
             right_padded: False: rows are checked for padding on their left, which synchronises with a GPU.
+            shared: first tokens that rows have in common (see `hidden_states`).
             with_entropy: compute also the entropy of each selected token's distribution.
             comparison: compute also the divergence of that distribution from another model's.
             hidden_only: return the (M, H) hidden states of the selected tokens alone, for a `Comparison`.
         """
         hidden = hidden_states(
-            self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens, right_padded=right_padded
+            self.model,
+            input_ids,
+            attention_mask,
+            position_ids,
+            num_tokens=num_tokens,
+            right_padded=right_padded,
+            shared=shared,
         )  # (B, S, H)
         flat = selected.flatten()
         places = flat.nonzero() if num_selected is None else torch.nonzero_static(flat, size=num_selected)
@@ -103,7 +113,7 @@ class CausalLM(WrappedModel):
             chosen,
             input_ids.flatten().index_select(0, places + 1),
             LogitScaling.from_config(self.config, temperature),
-            num_pieces=self._num_pieces(len(input_ids), comparison),
+            num_pieces=self._num_pieces(len(input_ids), len(index), comparison),
             with_entropy=with_entropy,
             comparison=comparison,
         )
@@ -111,12 +121,15 @@ class CausalLM(WrappedModel):
         wide = [None if column is None else zeros.scatter(0, index, column).view_as(selected) for column in columns]
         return TokenStatistics(*wide)  # type: ignore[arg-type]  # there are always log-probabilities
 
-    def _num_pieces(self, rows: int, comparison: Comparison | None) -> int:
-        """Return the number of pieces, the same on every rank for micro-batches of so many rows."""
+    def _num_pieces(self, rows: int, num_selected: int, comparison: Comparison | None) -> int:
+        """Return the number of pieces; with partitioned weights it is the same on every rank that has so many rows."""
         if comparison is not None:  # a piece may be less than a row
             return -(-rows * comparison.longest * self.config.vocab_size * 4 // COMPARED_BYTES)
-        row_bytes = self.config.vocab_size * ROW_TOKENS * next(self.model.parameters()).element_size()
-        return -(-rows // max(1, PIECE_BYTES // row_bytes))
+        head = base_model(self.model).get_output_embeddings().weight
+        token_bytes = self.config.vocab_size * head.element_size()
+        if is_partitioned(head):
+            return -(-rows // max(1, PIECE_BYTES // (ROW_TOKENS * token_bytes)))
+        return max(1, -(-num_selected // max(1, PIECE_BYTES // token_bytes)))
 
     def _in_pieces(
         self,

@@ -12,6 +12,7 @@ from torch.nn import functional
 from pipeline.kernels.attention_choice import choose_attention_kernel
 from pipeline.model_types import declared
 from pipeline.models.forward.packed_attention import uses_packed_attention
+from pipeline.models.forward.shared_prompts import SharedPrompts
 from pipeline.models.loading import backbone, base_model
 from pipeline.tensor_ops import check_right_padded, round_up
 
@@ -28,6 +29,7 @@ def hidden_states(
     *,
     num_tokens: int | None = None,
     right_padded: bool = False,
+    shared: SharedPrompts | None = None,
 ) -> Tensor:
     """Return (B, S, H) last hidden states of a causal model in its dtype; values at padding are undefined.
 
@@ -40,6 +42,7 @@ def hidden_states(
             keep rows apart (`enable_packed_attention`). None: padding passes through it too.
         right_padded: True: the caller knows that rows are padded on the right, as those of a collated batch are;
             False: it is checked here, which synchronises with a GPU.
+        shared: first tokens that rows have in common, which pass once where rows pass without their padding.
 
     Raises:
         ValueError: a row is padded on its left: its tokens would attend to the padding.
@@ -54,7 +57,7 @@ def hidden_states(
     if not right_padded:
         check_right_padded(attention_mask)
     if num_tokens is not None and uses_packed_attention(base_model(model).config):
-        return without_padding(model, input_ids, attention_mask, num_tokens)
+        return without_padding(model, input_ids, attention_mask, num_tokens, shared)
     choose_attention_kernel(model, *input_ids.shape)
     # Real tokens of a causal model never attend to padding on their right: without a mask the numbers are the same, and
     # SDPA takes its flash kernel. Explicit positions spare OPT a cumulative sum over a mask; a single row of them keeps
@@ -94,20 +97,32 @@ def last_hidden(model: nn.Module, **inputs: Any) -> Tensor:
     return hidden
 
 
-def without_padding(model: nn.Module, input_ids: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
+def without_padding(
+    model: nn.Module, input_ids: Tensor, mask: Tensor, num_tokens: int, shared: SharedPrompts | None = None
+) -> Tensor:
     """Return (B, S, H) hidden states, 0 at padding, from one packed row of the real tokens of padded rows."""
     rows, width = input_ids.shape
-    places = torch.nonzero_static(mask.flatten(), size=round_up(num_tokens, PACKED_UNIT), fill_value=0).squeeze(1)
+    passing, count, longest = mask, num_tokens, max(width, PACKED_UNIT)
+    if shared is not None:  # the fillers are at least one: their keys are more than a unit, and need a query
+        passing, count, longest = shared.passing(mask), num_tokens - shared.num_tokens + 1, max(width, 2 * PACKED_UNIT)
+    places = torch.nonzero_static(passing.flatten(), size=round_up(count, PACKED_UNIT), fill_value=0).squeeze(1)
     # The tokens that round the number up to PACKED_UNIT are a sequence of their own behind the others.
-    ends = functional.pad(mask.sum(1).cumsum(0), (1, 1), value=len(places)).to(torch.int32)
+    ends = functional.pad(passing.sum(1).cumsum(0), (1, 1), value=len(places)).to(torch.int32)
     ends[0] = 0
+    bounds, copies = ends.view(1, 1, 1, -1), None
+    if shared is not None:
+        copies = shared.copies(mask, num_tokens, len(places))
+        bounds = torch.stack([ends, copies.bounds]).view(1, 1, 2, -1)
     hidden = last_hidden(
         model,
         input_ids=input_ids.flatten()[places].unsqueeze(0),
-        attention_mask=ends.view(1, 1, 1, -1),
+        attention_mask=bounds,
         position_ids=(places % width).unsqueeze(0),
-        max_length_q=max(width, PACKED_UNIT),
-        max_length_k=max(width, PACKED_UNIT),
-    )[0, :num_tokens]
+        max_length_q=longest,
+        max_length_k=longest,
+        key_copies=copies,
+    )[0]
+    if copies is not None:
+        places, hidden = torch.nonzero_static(mask.flatten(), size=num_tokens).squeeze(1), copies.copied(hidden)
     whole = hidden.new_zeros(rows * width, hidden.shape[-1])
-    return whole.index_copy_(0, places[:num_tokens], hidden).view(rows, width, -1)
+    return whole.index_copy_(0, places[:num_tokens], hidden[:num_tokens]).view(rows, width, -1)
