@@ -130,7 +130,9 @@ def test_rows_without_their_padding_equal_padded_rows(name):
 @pytest.mark.parametrize("name", ["opt", "llama", "mistral"])
 def test_rows_that_share_their_prompts_equal_rows_of_their_own(name, recomputed):
     """Three rows of a prompt of 300 tokens, two of one of 70, one alone: values, gradients, the same bits twice."""
-    inner = AutoModelForCausalLM.from_config(config_of(name), attn_implementation="sdpa")
+    config = config_of(name)
+    config.max_position_embeddings = 512
+    inner = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     randomise(inner, 1)
     model = CausalLM(inner.to(CUDA, torch.bfloat16)).train()
     prompts, lengths = torch.tensor([[300, 70, 300, 12, 70, 300], [301, 200, 370, 100, 71, 430]], device=CUDA)
