@@ -30,7 +30,15 @@ from benchmarks.speed.jobs import (
     run_logged,
     showing,
 )
-from benchmarks.speed.planned import PlannerOfThen, PlannerWithoutLogits, Run, buckets_of_then, peak_summary, planner_of
+from benchmarks.speed.planned import (
+    PlannerOfThen,
+    PlannerWithoutLogits,
+    PlannerWithoutSharing,
+    Run,
+    buckets_of_then,
+    peak_summary,
+    planner_of,
+)
 from benchmarks.speed.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
 from benchmarks.speed.run_list import LISTS, RUNS, TIMED_STEPS, PlannedRun
 from demo.make import make_data
@@ -63,7 +71,7 @@ def shapes_of(run: PlannedRun) -> list[tuple[str, bool]]:
 def planner_for(run: PlannedRun) -> tuple[StagePlanner, Any]:
     """Return the planner of a run, on so many H200s, and its settings."""
     before = PlannerOfThen if run.kernels_of_then else PlannerWithoutLogits
-    planner = StagePlanner if run.stores_logits else before
+    planner = PlannerWithoutSharing if run.stores_logits else before
     return planner_of(run.section, run.words, f"{run.gpus}xH200", planner, large_buckets=not run.chooses)
 
 

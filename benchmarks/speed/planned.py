@@ -12,7 +12,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,17 @@ def kernels_of_then() -> Iterator[None]:
         fused_layers.GATED_MLPS, fused_layers.ROTARY_ATTENTIONS = now
 
 
-class PlannerWithoutLogits(StagePlanner):
+class PlannerWithoutSharing(StagePlanner):
+    """Plans a stage as the runs were whose rows each passed their own prompt, all before 15:00 on November 30, 2026."""
+
+    def needs(self, resolved: Any) -> Any:
+        """As `StagePlanner.needs`."""
+        needs = StagePlanner.needs(self, resolved)
+        alone = {name: [replace(one, shared=0, copied=0) for one in passes] for name, passes in needs.phases.items()}
+        return replace(needs, phases=alone)
+
+
+class PlannerWithoutLogits(PlannerWithoutSharing):
     """Plans a stage as the runs were that computed the logits of several pieces again, all before November 30, 2026."""
 
     def memory(self, resolved: Any) -> Any:
@@ -176,7 +186,7 @@ class PlannerOfThen(PlannerWithoutLogits):
     def needs(self, resolved: Any) -> Any:
         """As `StagePlanner.needs`."""
         with kernels_of_then():
-            return StagePlanner.needs(self, resolved)
+            return PlannerWithoutSharing.needs(self, resolved)
 
     def memory(self, resolved: Any) -> Any:
         """As `StagePlanner.memory`."""

@@ -232,9 +232,16 @@ def count_pass(use: ModelUse, dtype: str, work: Pass) -> PassCount:
 
 @lru_cache(maxsize=256)
 def count_pass_of_shape(use: ModelUse, dtype: str, work: Pass) -> PassCount:
-    """Count a pass of the model of a use that `shape_of` returned."""
+    """Count a pass of the model of a use that `shape_of` returned.
+
+    Rows that share tokens are counted as rows that are shorter by their share; what attention computes more between
+    prompts and responses is left out.
+    """
+    if use.on_cpu:
+        work = replace(work, shared=0, copied=0)
     try:
-        return run_counted(use, dtype, work)
+        count = run_counted(use, dtype, work)
+        return replace(count, peak=count.peak + work.copied)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"{use.path}: its passes cannot be planned since they depend on values: {reason}") from error
@@ -305,6 +312,7 @@ def run_pass(wrapped: Any, use: ModelUse, work: Pass, *, lowest: nn.Module | Non
     """Run a pass on the meta device; count what follows the backward pass of the `lowest` layer separately."""
     of_two = isinstance(wrapped, Seq2SeqLM)
     device, rows, length = torch.device("meta"), work.rows, work.length // 2 if of_two else work.length
+    length -= work.shared // rows
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter) if work.accumulates else None

@@ -50,6 +50,8 @@ class Pass:
     times: number of such passes in an optimizer step, or in a rollout of stage 3.
     without_adapters: LoRA's adapters are switched off.
     divergence: how each token's distribution is compared with another model's; None: it is not.
+    shared: tokens of these rows that do not pass on a GPU, since they are another row's too.
+    copied: bytes of the keys and values that are copied for these tokens.
     """
 
     role: str
@@ -61,6 +63,8 @@ class Pass:
     times: int = 1
     without_adapters: bool = False
     divergence: Divergence | None = None
+    shared: int = 0
+    copied: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,9 @@ def by_tokens(
     """Split this rank's share of `rows` into micro-batches with a limit of tokens, including padding of padded rows.
 
     Rows of nearly one length may exceed the limit by the padding that PADDING_TO_PACK allows. Packed rows with the same
-    prompt stay together as far as the limit, which counts their prompts each, and the ranks allow.
+    prompt stay together as far as the limit and the ranks allow. The limit counts their prompts each. With
+    `longest_rows` there is another one, of the tokens that pass: those of so many rows with the step's longest prompt
+    and its longest response. The plan counts memory for both.
 
     Args:
         longest_rows: the limit is this many times the longest row; 0: `tokens` is the limit.
@@ -151,6 +153,11 @@ def by_tokens(
     if lengths.packs and lengths.groups:
         units = together(rows, lengths, world_size=world.size, most=limit // longest)
     totals = [sum(whole[row] for row in unit) for unit in units]
+    if (size := len(units[0])) > 1 and longest_rows:
+        prompt, response = (max(column[row] for row in rows) for column in (lengths.prompts, lengths.responses))
+        most_passing = -(-longest_rows // size) * prompt + longest_rows * response
+        passing = [total - (size - 1) * lengths.prompts[unit[0]] for total, unit in zip(totals, units, strict=True)]
+        totals = [max(total, n * limit // most_passing) for total, n in zip(totals, passing, strict=True)]
     (mine,) = balanced_slices(
         range(len(units)), totals, world_size=world.size, rank=world.rank, micro_batch_size=len(units) // world.size
     )
@@ -171,18 +178,25 @@ def by_tokens(
 
 
 def together(rows: Sequence[int], lengths: Lengths, *, world_size: int, most: int) -> list[list[int]]:
-    """Divide rows into units of the same number of rows with one prompt: at most `most`, and the same on every rank."""
+    """Divide rows into units of `unit_size` rows with one prompt."""
     groups: dict[int, list[int]] = {}
     for row in rows:
         groups.setdefault(lengths.groups[row], []).append(row)
-    common = math.gcd(*map(len, groups.values()))
-    sizes = (size for size in range(min(common, most), 1, -1) if common % size == 0)
-    size = next((size for size in sizes if len(rows) // size % world_size == 0), 1)
+    size = unit_size(math.gcd(*map(len, groups.values())), len(rows), world_size=world_size, most=most)
     if size == 1:
         return [[row] for row in rows]
     whole = lengths.whole
     ordered = [sorted(group, key=lambda row: -whole[row]) for group in groups.values()]
     return [group[start : start + size] for group in ordered for start in range(0, len(group), size)]
+
+
+def unit_size(group: int, rows: int, *, world_size: int, most: int) -> int:
+    """Return how many rows with one prompt stay together: all of a `group`, or as many of it as divide evenly.
+
+    At most `most`, and so many that the ranks get the same number of units of the step's rows.
+    """
+    sizes = (size for size in range(min(group, most), 1, -1) if group % size == 0)
+    return next((size for size in sizes if rows // size % world_size == 0), 1)
 
 
 def even_parts(lengths: Sequence[int], limit: int, padded: Sequence[int] | None = None) -> list[list[int]]:

@@ -21,12 +21,13 @@ from pipeline.generation.forwards.projections import Shard
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKENS, GenerationOptions, why_not_streamed
 from pipeline.generation.sources import check_tensor_parallelism
 from pipeline.models.decoders.families import read_architecture
+from pipeline.models.forward.packed_attention import may_take_bounds
 from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.partitions import mark_partitioned
 from pipeline.planning.measurement import build, count_pass, model_size, planned_config
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, step_arithmetic
 from pipeline.tensor_ops import round_up
-from pipeline.training.micro_batches import LENGTH_UNIT
+from pipeline.training.micro_batches import LENGTH_UNIT, unit_size
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.roles import COMPARED
 from step3_ppo.rollout import Schedule, generation_options, make_schedule
@@ -41,12 +42,13 @@ def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
     whose = {"old_log_probs": old_log_probs(config, models[0], dtype, ranks)}
     config = config.model_copy(update={"ppo": config.ppo.model_copy(update=whose)})
     buffers = rollout(config, schedule, models[0], dtype, ranks)
+    sharing = Sharing.of(config, schedule, models, dtype, ranks)
     return StageNeeds(
         models=models,
         phases={
             "generate": [prefill(config, buffers)],
-            "score": scoring(config, buffers.num_responses, {use.role for use in models}),
-            "train": updates(config, buffers.num_responses, [role.name for role in config.held_roles]),
+            "score": sharing.applied(scoring(config, buffers.num_responses, {use.role for use in models})),
+            "train": sharing.applied(updates(config, buffers.num_responses, [role.name for role in config.held_roles])),
         },
         batch=batch_lines(config, schedule, ranks),
         rollout=buffers,
@@ -152,6 +154,60 @@ def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pas
     if config.data.unsupervised_data_path:
         passes.append(Pass("actor", rows, length, rows * (length - 1), trains=True, accumulates=True, times=times))
     return passes
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Which rows of a stage's passes share their prompts on a GPU.
+
+    group: responses to a prompt; 1: the models do not pack rows, so none share.
+    rows_per_step: rows of an optimizer step over all ranks.
+    epochs: passes over a rollout; those after the first shuffle its rows.
+    prompt: tokens of the longest prompt.
+    ranks: number of ranks.
+    key_bytes: role -> bytes of a token's keys and values that a pass holds, with a backward pass and without.
+    """
+
+    group: int
+    rows_per_step: int
+    epochs: int
+    prompt: int
+    ranks: int
+    key_bytes: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, config: PPOConfig, schedule: Schedule, models: list[ModelUse], dtype: str, ranks: int) -> "Sharing":
+        """Return what the models of a run share."""
+        configs = {use.role: planned_config(use.path) for use in models}
+        packs = all(may_take_bounds(one, DTYPES[dtype]) for one in configs.values()) and all(
+            use.settings.attn_implementation in ("auto", "sdpa") for use in models
+        )
+        key_bytes = dict[str, tuple[int, int]]()
+        for use in models if packs else ():
+            layout = CacheLayout.of(configs[use.role], DTYPES[dtype])
+            layer = layout.bytes_per_token // layout.num_layers
+            key_bytes[use.role] = layer if use.settings.gradient_checkpointing else layout.bytes_per_token, layer
+        return cls(
+            config.sampling.num_samples_per_prompt if packs else 1,
+            schedule.rows_per_step,
+            config.ppo.ppo_epochs,
+            config.data.max_prompt_seq_len,
+            ranks,
+            key_bytes,
+        )
+
+    def applied(self, passes: list[Pass]) -> list[Pass]:
+        """Return the passes with what their rows share; the rows of a pass are whole units of `unit_size`."""
+        return [self.shared(one) for one in passes]
+
+    def shared(self, one: Pass) -> Pass:
+        """Return a pass with what its rows share."""
+        size = unit_size(self.group, self.rows_per_step, world_size=self.ranks, most=one.rows)
+        is_text = one.trains and one.num_head_tokens == one.rows * (one.length - 1)
+        if size == 1 or is_text or (one.trains and self.epochs > 1):
+            return one
+        tokens = (one.rows - -(-one.rows // size)) * self.prompt
+        return replace(one, shared=tokens, copied=tokens * self.key_bytes[one.role][0 if one.trains else 1])
 
 
 def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, ranks: int) -> Rollout:

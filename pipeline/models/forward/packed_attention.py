@@ -38,24 +38,26 @@ def enable_packed_attention(wrapped: nn.Module, *, device: torch.device) -> bool
     the dense mask from `packed_mask`, and PPO's rows pass through them with their padding.
     """
     model = base_model(wrapped)
-    config = model.config
-    heads = getattr(config, "num_attention_heads", 0) or 1
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     is_supported = (
         device.type == "cuda"
         and torch.backends.cuda.is_flash_attention_available()
         and hasattr(torch.ops.aten, "_flash_attention_forward")
         and torch.cuda.get_device_capability(device) >= OLDEST_DEVICE
-        and config.model_type in PACKED_TYPES
-        and next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
-        and config._attn_implementation == "sdpa"
+        and may_take_bounds(model.config, next(model.parameters()).dtype)
+        and model.config._attn_implementation == "sdpa"
         and getattr(model, "_supports_attention_backend", False)
-        and head_size <= MAX_HEAD_SIZE
-        and head_size % 8 == 0
     )
     if is_supported:
         model.set_attn_implementation(NAME)
     return is_supported
+
+
+def may_take_bounds(config: PretrainedConfig, dtype: torch.dtype) -> bool:
+    """Return True if a model of this configuration can take bounds as its mask under sdpa on a recent GPU."""
+    heads = getattr(config, "num_attention_heads", 0) or 1
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    is_known = config.model_type in PACKED_TYPES and dtype in (torch.bfloat16, torch.float16)
+    return is_known and head_size <= MAX_HEAD_SIZE and head_size % 8 == 0
 
 
 def check_packing(source: ModelSource, flag: str) -> None:
