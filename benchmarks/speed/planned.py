@@ -22,7 +22,7 @@ from pipeline.configuration.flags import parse
 from pipeline.configuration.rank_rules import with_ranks
 from pipeline.files import GIB
 from pipeline.launching.target import parse_target
-from pipeline.models.forward import fused_layers
+from pipeline.models.forward import causal_lm, fused_layers
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner
 from pipeline.preparation.engine_jsons import engine_jsons
@@ -162,6 +162,17 @@ def kernels_of_then() -> Iterator[None]:
         fused_layers.GATED_MLPS, fused_layers.ROTARY_ATTENTIONS = now
 
 
+@contextmanager
+def pieces_of_then() -> Iterator[None]:
+    """Cut a head into pieces by rows, as it is now under ZeRO-3 alone."""
+    now = causal_lm.is_partitioned
+    causal_lm.is_partitioned = lambda parameter: True
+    try:
+        yield
+    finally:
+        causal_lm.is_partitioned = now
+
+
 class PlannerWithoutSharing(StagePlanner):
     """Plans a stage as the runs were whose rows each passed their own prompt, all before 15:00 on November 30, 2026."""
 
@@ -170,6 +181,16 @@ class PlannerWithoutSharing(StagePlanner):
         needs = StagePlanner.needs(self, resolved)
         alone = {name: [replace(one, shared=0, copied=0) for one in passes] for name, passes in needs.phases.items()}
         return replace(needs, phases=alone)
+
+    def counted(self, resolved: Any, *, stores_logits: bool) -> Any:
+        """As `StagePlanner.counted`."""
+        with pieces_of_then():
+            return StagePlanner.counted(self, resolved, stores_logits=stores_logits)
+
+    def seconds(self, resolved: Any, plan: Any) -> Any:
+        """As `StagePlanner.seconds`."""
+        with pieces_of_then():
+            return StagePlanner.seconds(self, resolved, plan)
 
 
 class PlannerWithoutLogits(PlannerWithoutSharing):
@@ -196,7 +217,7 @@ class PlannerOfThen(PlannerWithoutLogits):
     def seconds(self, resolved: Any, plan: Any) -> Any:
         """As `StagePlanner.seconds`."""
         with kernels_of_then():
-            return StagePlanner.seconds(self, resolved, plan)
+            return PlannerWithoutSharing.seconds(self, resolved, plan)
 
 
 @cache

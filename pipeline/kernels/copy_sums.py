@@ -14,8 +14,8 @@ def _sum_copies(gradient, order, starts, out, columns, BLOCK: tl.constexpr):
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     total = tl.zeros([BLOCK], tl.float32)
-    for place in range(tl.load(starts + token), tl.load(starts + token + 1)):
-        copy = tl.load(order + place)
+    for number in range(tl.load(starts + token), tl.load(starts + token + 1)):
+        copy = tl.load(order + number)
         total += tl.load(gradient + copy * columns + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=inside)
 

@@ -35,8 +35,10 @@ def length_unit(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The numbers of tokens of N prompts and N responses, on the host.
+    """The numbers of tokens of N rows, on the host.
 
+    prompts: those of the rows' prompts.
+    responses: those of their responses.
     unit: multiple to which the length of a forward pass over padded rows is rounded up.
     packs: whether the models accept packed rows, without padding.
     groups: a number for each row; rows of one number have the same prompt. Empty: all prompts differ.

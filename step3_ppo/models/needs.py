@@ -158,7 +158,7 @@ def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pas
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Which rows of a stage's passes share their prompts on a GPU.
+    """The rows of a stage's passes that share their prompts on a GPU.
 
     group: responses to a prompt; 1: the models do not pack rows, so none share.
     rows_per_step: rows of an optimizer step over all ranks.

@@ -67,7 +67,7 @@ def test_grouped_heads_give_what_repeated_ones_give(heads, kv_heads, size, windo
     def outcome(*, repeated: bool) -> list[torch.Tensor]:
         query, *pair = (tensor.clone().requires_grad_() for tensor in qkv)
         given = [tensor.repeat_interleave(heads // kv_heads, 1) if repeated else tensor for tensor in pair]
-        out = packed_attention.flash_attention(query, *given, bounds, bounds, 149, scale=None, window=window)
+        out = packed_attention.flash_attention(query, *given, bounds, bounds, longest=149, scale=None, window=window)
         assert out.shape == query.shape
         return [out.detach(), *torch.autograd.grad((out * weights).sum(), (query, *pair))]
 

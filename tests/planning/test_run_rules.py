@@ -177,7 +177,7 @@ def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch
     for cached in forgotten:
         cached.cache_clear()
     monkeypatch.setattr(step3_ppo.models.needs, "choose_backend", lambda *_: ("eager", []))
-    assert replace(planner, cached={}).needs(resolved).rollout.kernels_per_step > 2 * plain.rollout.kernels_per_step
+    assert replace(planner, cached={}).needs(resolved).rollout.kernels_per_step > 1.9 * plain.rollout.kernels_per_step
     for cached in forgotten:
         cached.cache_clear()
 

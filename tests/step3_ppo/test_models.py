@@ -148,7 +148,7 @@ def test_a_loaded_reward_model_scores_as_the_critic_before_training(
             if "lora_B" in key and parameter.requires_grad:
                 parameter.data.fill_(0.5)
         rows = ScoredRows(
-            ids, *lengths, torch.ones(3, dtype=torch.bool), None, lambda n: {"messages": "[]"}, models.tokenizer
+            ids, *lengths, torch.ones(3, dtype=torch.bool), {}, lambda n: {"messages": "[]"}, models.tokenizer
         )
         with torch.no_grad():
             scores[name] = models.rewards[0].score(rows)

@@ -20,8 +20,8 @@ def plain_flash(
     value: Tensor,
     bounds: Tensor,
     key_bounds: Tensor,
-    longest: int,
     *,
+    longest: int,
     scale: float | None,
     window: int,
 ) -> Tensor:

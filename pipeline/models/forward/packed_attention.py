@@ -97,8 +97,8 @@ def flash_attention(
     value: Tensor,
     bounds: Tensor,
     key_bounds: Tensor,
-    longest: int,
     *,
+    longest: int,
     scale: float | None,
     window: int,
 ) -> Tensor:
@@ -153,7 +153,7 @@ def packed_attention(
     assert (key_copies is None) == (attention_mask.shape[2] == 1), "the model does not pass `key_copies` on"
     if key_copies is not None:
         k, v = key_copies.copied(k), key_copies.copied(v)
-    output = flash_attention(q, k, v, bounds, key_bounds, longest, scale=settings.get("scaling"), window=window)
+    output = flash_attention(q, k, v, bounds, key_bounds, longest=longest, scale=settings.get("scaling"), window=window)
     return output.view(rows, length, heads, size), None
 
 
