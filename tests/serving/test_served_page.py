@@ -1,10 +1,18 @@
 """The file of the page of `rlhf serve`: nothing foreign in it, labels, contrasts."""
 
+import asyncio
 import re
 from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
 
+import httpx
 import pytest
 from support.canned_server import PAGE
+
+from pipeline.inference.serving import app
+from pipeline.inference.serving.votes import Votes
+from pipeline.inference.serving.worker import Worker
 
 VOID = set("area base br col embed hr img input link meta source track wbr".split())
 FIELDS = ("input", "select", "textarea")
@@ -52,6 +60,23 @@ def test_the_page_fetches_nothing_from_elsewhere(text: str, page_tags: Tags):
         "v1/models", "v1/chat/completions", "v1/score", "v1/votes",
     }  # fmt: skip
     assert len(re.findall(r"\bfetch\(", text)) == 1
+
+
+def test_the_page_is_read_once(monkeypatch: pytest.MonkeyPatch):
+    reads = list[str]()
+    monkeypatch.setattr(app, "files", lambda package: reads.append(package) or files(package))
+    app.page_response.cache_clear()
+    server = app.Server(Worker([]), {}, Votes(Path("votes.jsonl")), 1).app(hosts=(), token="token")
+
+    async def fetched() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server") as client:
+            return [await client.get("/") for _ in range(3)]
+
+    first, *others = asyncio.run(fetched())
+    assert first.status_code == 200 and first.text == PAGE.read_text(encoding="utf-8")
+    assert "script-src 'sha256-" in first.headers["content-security-policy"]
+    assert [(one.text, one.headers) for one in others] == [(first.text, first.headers)] * 2
+    assert reads == ["pipeline.inference.serving"]
 
 
 def test_the_page_fits_a_policy_of_two_hashes(text: str, page_tags: Tags):

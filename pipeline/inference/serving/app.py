@@ -9,7 +9,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -85,8 +85,7 @@ class Server:
     # --- what needs no model ---
 
     async def page(self, request: Request) -> Response:
-        text = (files("pipeline.inference.serving") / "page.html").read_text(encoding="utf-8")
-        return HTMLResponse(text, headers=page_headers(text))
+        return page_response()
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -105,11 +104,10 @@ class Server:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def list_models(self, request: Request) -> Response:
-        kinds = {one.name: "language" for one in self.worker.models} | dict.fromkeys(self.scorers, "reward")
-        lengths = {one.name: one.capacity.max_length for one in self.worker.models}
+        models = [(one.name, "language", one.capacity.max_length) for one in self.worker.models]
         data = [
-            {"id": name, "object": "model", "owned_by": "rlhf", "kind": kind, "max_length": lengths.get(name)}
-            for name, kind in kinds.items()
+            {"id": name, "object": "model", "owned_by": "rlhf", "kind": kind, "max_length": length}
+            for name, kind, length in [*models, *((name, "reward", None) for name in self.scorers)]
         ]
         return JSONResponse({"object": "list", "data": data})
 
@@ -271,15 +269,12 @@ class AnswerStream(StreamingResponse):
 async def refusal(request: Request, error: Any) -> Response:
     """Answer with an error of a route, or of no route."""
     named = error if isinstance(error, ApiError) else ApiError(error.status_code, error.detail, "no_route")
-    headers = {"connection": "close"} if named.status in (408, 413) else None
-    return JSONResponse(named.content(), named.status, headers=headers)
+    return named.response(closes=named.status in (408, 413))
 
 
 async def failure(request: Request, error: Exception) -> Response:
     """Answer with an error of this program, whose traceback is printed."""
-    return JSONResponse(
-        ApiError(500, f"{type(error).__name__}: see the server's terminal", "server_error").content(), 500
-    )
+    return ApiError(500, f"{type(error).__name__}: see the server's terminal", "server_error").response()
 
 
 async def gone(request: Request, error: Exception) -> Response:
@@ -343,14 +338,15 @@ def new_tokens(answers: Answers, limit: int | None) -> int:
     return min(room if limit is None else limit, answers.model.capacity.max_new_tokens)
 
 
-def page_headers(text: str) -> dict[str, str]:
-    """Return headers by which the page runs its own script and style, and loads nothing from elsewhere."""
-    allowed = {}
+@cache
+def page_response() -> Response:
+    """Return the page, with headers by which it runs its own script and style, and loads nothing from elsewhere."""
+    text = (files("pipeline.inference.serving") / "page.html").read_text(encoding="utf-8")
+    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
     for name in ("script", "style"):
         content = re.search(f"<{name}>(.*?)</{name}>", text, re.DOTALL)
         digest = hashlib.sha256(content[1].encode() if content else b"").digest()
-        allowed[name] = f"{name}-src 'sha256-{base64.b64encode(digest).decode()}'"
-    rules = ["default-src 'none'", *allowed.values(), "connect-src 'self'", "img-src data:", "base-uri 'none'"]
-    policy = "; ".join([*rules, "form-action 'none'", "frame-ancestors 'none'"])
+        rules.append(f"{name}-src 'sha256-{base64.b64encode(digest).decode()}'")
+    policy = "; ".join([*rules, "frame-ancestors 'none'"])
     headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "x-frame-options": "DENY"}
-    return headers | {"referrer-policy": "no-referrer", "cache-control": "no-store"}
+    return HTMLResponse(text, headers=headers | {"referrer-policy": "no-referrer", "cache-control": "no-store"})

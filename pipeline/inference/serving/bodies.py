@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from starlette.responses import JSONResponse
 
 from pipeline.generation.rollouts import Sampling
 
@@ -25,6 +26,12 @@ class ApiError(Exception):
     def content(self) -> dict[str, Any]:
         """Return the body of the answer."""
         return {"error": {"message": str(self), "type": self.code, "code": self.status}}
+
+    def response(self, *, closes: bool = False) -> JSONResponse:
+        """Return the answer; `closes`: it ends the connection, since the request's body may be of any length."""
+        headers = {"connection": "close"} if closes else {}
+        headers |= {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        return JSONResponse(self.content(), self.status, headers)
 
 
 class StreamOptions(BaseModel):
@@ -67,14 +74,9 @@ class SamplingBody(BaseModel):
             raise ValueError("expected 0 or at least 0.0001")
         return value
 
-    @property
-    def stop_texts(self) -> tuple[str, ...]:
-        """The texts that end an answer, which does not include them."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
     def sampling(self, max_new_tokens: int) -> Sampling:
         """Return the settings of the answers. Raises ApiError."""
-        texts = self.stop_texts
+        texts = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(texts) > 16 or not all(0 < len(text) <= 1000 for text in texts):
             raise ApiError(400, "stop: expected at most 16 texts of 1 to 1,000 characters")
         return Sampling(max_new_tokens, self.temperature, self.top_p, max(self.top_k, 0), texts)

@@ -1,7 +1,6 @@
 """Checks of every request before its route: Host, Origin, token; and how long a client may take to send one."""
 
 import asyncio
-import json
 import secrets
 from collections import Counter
 from collections.abc import Collection
@@ -69,7 +68,7 @@ class Guard:
         try:
             self.check(scope)
         except ApiError as error:
-            await refuse(counted, error)
+            await error.response(closes=True)(scope, receive, counted)
             return
         await self.app(scope, receive, counted)
 
@@ -90,16 +89,6 @@ class Guard:
         is_right = scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), self.token.encode())
         if scope["path"] not in OPEN and not is_right:
             raise ApiError(401, "give the token that the server printed, as Authorization: Bearer TOKEN", "no_token")
-
-
-async def refuse(send: Send, error: ApiError) -> None:
-    """Send an error as the answer, and end the connection: its body may be of any length."""
-    body = json.dumps(error.content()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(b"connection", b"close")]
-    headers += [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 async def read_body(request: Any) -> bytes:

@@ -9,9 +9,7 @@ from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.generation.session import Request
 from pipeline.inference.serving.bodies import ApiError
 from pipeline.inference.serving.replies import ServedText
-from pipeline.inference.serving.worker import Ended, Failed, Piece, ServedModel
-
-Event = Piece | Ended | Failed
+from pipeline.inference.serving.worker import Ended, Event, Failed, Piece, ServedModel
 
 
 @dataclass(slots=True, eq=False)

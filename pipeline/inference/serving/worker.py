@@ -56,7 +56,8 @@ class Failed:
     message: str
 
 
-Deliver = Callable[[Piece | Ended | Failed], None]
+Event = Piece | Ended | Failed
+Deliver = Callable[[Event], None]
 
 
 @dataclass(slots=True)
@@ -157,15 +158,12 @@ class ServedModel:
                 deliver(Piece(shown, served.tokens))
                 served.tokens = []
 
-        def emit(piece: str) -> None:
-            show(text.add(piece))
-
-        def deliver_all(event: Piece | Ended | Failed) -> None:
+        def deliver_all(event: Event) -> None:
             if isinstance(event, Ended):
                 show(text.waiting)
             deliver(event)
 
-        streamer = AnswerStreamer(self.chat_model, emit, prompt.ids[-CONTEXT_TOKENS:])
+        streamer = AnswerStreamer(self.chat_model, lambda piece: show(text.add(piece)), prompt.ids[-CONTEXT_TOKENS:])
         request = self.session.submit(prompt, sampling, key, sample=sample, streams=True)
         served = self._answers[request] = ServedAnswer(deliver_all, streamer, has_log_probs)
         return request
