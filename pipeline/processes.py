@@ -198,9 +198,16 @@ class TimeLimitError(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeLimitError in the body after `seconds`; outside the main thread, which gets signals, do nothing."""
+    """Raise TimeLimitError in the body after `seconds`; outside the main thread, which gets signals, in Python code."""
     if threading.current_thread() is not threading.main_thread():
-        yield
+        raised = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(TimeLimitError)
+        timer = threading.Timer(seconds, ctypes.pythonapi.PyThreadState_SetAsyncExc, raised)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # an error that the timer has set is raised here at the latest, not in the caller's next call
         return
 
     def expired(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,7 @@
 """The memory of a machine as the cgroups of this process limit it, in made folders, and time limits of calls."""
 
 import signal
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -48,6 +49,28 @@ def test_the_memory_of_a_machine_is_limited_by_its_cgroups(monkeypatch, tmp_path
 def test_without_cgroups_the_memory_is_the_machines(monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "OWN_CGROUPS", tmp_path / "none")
     assert processes.memory_of_machine() == psutil.virtual_memory().total
+
+
+def test_a_time_limit_holds_in_a_thread_whose_next_call_is_not_ended() -> None:
+    ended = list[str]()
+
+    def limited() -> None:
+        for _ in range(2):
+            try:
+                with processes.time_limit(0.05):
+                    while True:
+                        pass
+            except processes.TimeLimitError:
+                ended.append("limit")
+        with processes.time_limit(0.2):
+            ended.append("in time")
+        time.sleep(0.4)
+        ended.append("later")
+
+    thread = threading.Thread(target=limited, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert ended == ["limit", "limit", "in time", "later"]
 
 
 def test_a_time_limit_comes_again_where_its_error_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

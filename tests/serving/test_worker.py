@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.data import templates
+from pipeline.data.turns import Message
+from pipeline.errors import InputError
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.generation.session import Capacity
 from pipeline.inference.answers import AnswerStreamer, load_chat_model
@@ -95,6 +98,20 @@ def test_calls_are_run_and_their_errors_returned(worker):
     with pytest.raises(ZeroDivisionError):
         worker.call(lambda: 1 / 0).result(10)
     assert worker.call(lambda: 4).result(10) == 4
+
+
+def test_a_template_that_loops_ends_in_time_and_the_next_request_is_served(worker, model, monkeypatch):
+    """Its loop depends on the messages, so that no check at the start finds it."""
+    tokenizer = model.chat_model.tokenizer
+    nested = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
+    loops = f"{{% if messages[0]['content'] == 'loop' %}}{nested}{{% endif %}}"
+    monkeypatch.setattr(tokenizer, "chat_template", loops + tokenizer.chat_template)
+    monkeypatch.setattr(templates, "MAX_RENDER_S", 0.3)
+    for _ in range(2):
+        encoding = worker.call(lambda: templates.encode_prompt(tokenizer, [Message("user", "loop")]))
+        with pytest.raises(InputError, match="does not end within"):
+            encoding.result(10)
+        assert isinstance(answered(worker, model)[-1], Ended)
 
 
 @pytest.mark.parametrize(
