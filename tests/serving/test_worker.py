@@ -13,6 +13,7 @@ from pipeline.errors import InputError
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.generation.session import Capacity
 from pipeline.inference.answers import AnswerStreamer, load_chat_model
+from pipeline.inference.serving import worker as workers
 from pipeline.inference.serving.worker import Ended, Failed, Piece, ServedModel, StoppedText, Worker
 
 ROOM = Capacity(num_slots=2, max_new_tokens=20, max_length=64)
@@ -112,6 +113,22 @@ def test_a_template_that_loops_ends_in_time_and_the_next_request_is_served(worke
         with pytest.raises(InputError, match="does not end within"):
             encoding.result(10)
         assert isinstance(answered(worker, model)[-1], Ended)
+
+
+def test_log_probabilities_of_a_prompt_are_read_in_pieces(model, monkeypatch):
+    rows, gather = list[int](), workers.gather_log_probs
+
+    def gathered(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        rows.append(len(logits))
+        return gather(logits, index)
+
+    ids = [*range(3, 23)]
+    whole = workers.prompt_log_probs(model.chat_model, ids)
+    monkeypatch.setattr(workers, "gather_log_probs", gathered)
+    monkeypatch.setattr(workers, "PIECE", 8)
+    assert workers.prompt_log_probs(model.chat_model, ids) == whole
+    assert rows == [8, 8, 8, 8, 3, 3]
+    assert workers.prompt_log_probs(model.chat_model, [5]) == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from pipeline.tensor_ops import gather_log_probs
 T = TypeVar("T")
 # Tokens of a prompt that a completion's first token is decoded with. Chosen by hand.
 CONTEXT_TOKENS = 8
+PIECE = 256  # tokens of a prompt whose logits are in fp32 at a time. Chosen by hand.
 NOT_FINITE = "the model's logits are not finite"
 
 
@@ -220,12 +221,16 @@ def prompt_log_probs(chat_model: ChatModel, ids: Sequence[int]) -> tuple[list[fl
     """Return for each token but the first its log-probability, and the likeliest token there with its own."""
     device = chat_model.model.device
     tokens = torch.tensor([ids], device=device)
-    logits = chat_model.model(tokens, use_cache=False).logits[0, :-1].float()
-    if not logits.isfinite().all():
-        raise InputError(NOT_FINITE)
-    likeliest = logits.argmax(-1)
-    log_probs, best = (gather_log_probs(logits, chosen).tolist() for chosen in (tokens[0, 1:], likeliest))
-    return log_probs, list(zip(likeliest.tolist(), best, strict=True))
+    logits = chat_model.model(tokens, use_cache=False).logits[0, :-1]
+    log_probs, likeliest = list[float](), list[tuple[int, float]]()
+    for rows, chosen in zip(logits.split(PIECE), tokens[0, 1:].split(PIECE), strict=True):
+        rows = rows.float()
+        if not rows.isfinite().all():
+            raise InputError(NOT_FINITE)
+        best = rows.argmax(-1)
+        log_probs += gather_log_probs(rows, chosen).tolist()
+        likeliest += zip(best.tolist(), gather_log_probs(rows, best).tolist(), strict=True)
+    return log_probs, likeliest
 
 
 class Worker(threading.Thread):
