@@ -43,6 +43,19 @@ def test_a_chat_is_answered(client):
     assert reply.usage.completion_tokens > 1
 
 
+def test_a_developer_message_is_a_system_message(client):
+    """OpenAI's newer clients send this role."""
+    settings = {"model": "random", "temperature": 0, "max_tokens": 12}
+    system, developer, none = (
+        client.chat.completions.create(
+            messages=[*({"role": role, "content": "hello hello"} for role in roles), *QUESTION], **settings
+        )
+        for roles in (["system"], ["developer"], [])
+    )
+    assert developer.usage == system.usage != none.usage
+    assert developer.choices[0].message.content == system.choices[0].message.content
+
+
 def test_a_stream_has_the_same_text_and_its_usage(client):
     stream = client.chat.completions.create(
         model="speaking", messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}

@@ -309,7 +309,8 @@ def turns_of(messages: list[Json], where: str) -> Turns:
 
 
 def parsed(messages: list[Json], where: str) -> Turns:
-    """Return messages as turns. Raises ApiError."""
+    """Return messages as turns; OpenAI's newer clients name a system turn `developer`. Raises ApiError."""
+    messages = [one | {"role": "system"} if one.get("role") == "developer" else one for one in messages]
     try:
         turns = parse_turns(messages, where)
         check_turns(turns)
