@@ -85,6 +85,15 @@ def test_every_answer_is_whole_and_no_text_is_markup(page):
     assert "\x1b" not in text and "\u202e" not in text and not re.search(r"<[^>]* on\w+=", text)
 
 
+def test_blank_lines_of_texts_are_shown(tmp_path):
+    rows = ((Answer("first\n\nsecond", (1,), "end"),),)
+    write_files(tmp_path / "page", CompareConfig(), ["one\n\ntwo\n\n\nthree"], [Contestant("A", "a", rows)])
+    text = (tmp_path / "page.html").read_text()
+    assert '<p class="prompt">one\n\ntwo\n\n\nthree</p>' in text and '<p class="text">first\n\nsecond</p>' in text
+    for name in ("prompt", "text"):
+        assert re.search(rf"^\.{name} {{[^}}]*white-space: pre-wrap;", text, re.MULTILINE)
+
+
 def test_nothing_is_fetched(page):
     text = page.read_text(encoding="utf-8")
     assert "default-src 'none'" in text and "url(" not in text and "@import" not in text
