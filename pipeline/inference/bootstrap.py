@@ -24,7 +24,7 @@ def bootstrap(value: float, count: int, estimates: Callable[[Any], Any]) -> Inte
     generator, shares = np.random.default_rng(SEED), np.full(count, 1 / count)
     blocks = [estimates(generator.multinomial(count, shares, size=BLOCK)) for _ in range(NUM_RESAMPLES // BLOCK)]
     low, high = np.quantile(np.concatenate(blocks), (0.025, 0.975))
-    return Interval(value, float(low), float(high))
+    return Interval(value, float(low), float(high), "a bootstrap over the prompts")
 
 
 def bootstrap_mean(values: Sequence[float]) -> Interval:

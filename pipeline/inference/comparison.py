@@ -19,7 +19,7 @@ from rich.text import Text
 from pipeline.console import code_span, fenced
 from pipeline.errors import counted, printable
 from pipeline.inference.answer_rows import Answer
-from pipeline.inference.intervals import MIN_PROMPTS, Interval, wilson
+from pipeline.inference.intervals import MIN_PROMPTS, Interval
 
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # of models, in their order
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
@@ -311,16 +311,13 @@ def legend(by_name: Mapping[str, Sequence[Summary]]) -> list[str]:
         for name, label, one in pairs
     )
     if rates := [(one.win_rate, one.num_prompts) for *_, one in pairs if one.win_rate]:
-        # Also from MIN_PROMPTS prompts on, `rate_over_prompts` returns Wilson's interval if all shares are equal.
-        resampled, formula = "a bootstrap over the prompts", "Wilson's formula"
-        methods = {formula if rate == wilson(rate.value, count) else resampled for rate, count in rates}
         *fewer, most = sorted({count for _, count in rates})
         number = " or ".join([*map(str, fewer), counted(most, "prompt")])
         wins = [f"scored above {first}'s"] if any(name != JUDGED for name in by_name) else []
         wins += [f"preferred to {first}'s in both orders"] if JUDGED in by_name else []
         lines += [
             f"win rate: how often an answer is {' or '.join(wins)}; a tie counts half; in brackets "
-            f"its 95 % interval by {' or '.join(sorted(methods))}, n = {number}.",
+            f"its 95 % interval by {' or '.join(sorted({rate.method for rate, _ in rates}))}, n = {number}.",
             "LC win rate: length-controlled, what a logistic model of the wins predicts for answers of equal length; - "
             f"with fewer than {MIN_PROMPTS} prompts, or if nearly all answers of one model are longer.",
         ]

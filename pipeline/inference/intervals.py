@@ -17,11 +17,12 @@ MIN_PROMPTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value with its 95 % confidence interval."""
+    """A value with its 95 % confidence interval; `method` names how the interval was estimated."""
 
     value: float
     low: float
     high: float
+    method: str = ""
 
 
 def wilson(rate: float, count: int, *, z: float = Z_95) -> Interval:
@@ -31,7 +32,7 @@ def wilson(rate: float, count: int, *, z: float = Z_95) -> Interval:
     scale = 1 + z * z / count
     centre = (rate + z * z / (2 * count)) / scale
     half = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count)) / scale
-    return Interval(rate, max(centre - half, 0.0), min(centre + half, 1.0))
+    return Interval(rate, max(centre - half, 0.0), min(centre + half, 1.0), "Wilson's formula")
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
@@ -40,4 +41,4 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
         return None
     mean = statistics.fmean(values)
     half = Z_95 * statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(mean, mean - half, mean + half)
+    return Interval(mean, mean - half, mean + half, "the normal distribution")

@@ -7,7 +7,7 @@ one prompt depend on each other, so the unit of every interval is the prompt.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.errors import counted
 from pipeline.inference.answer_rows import Answer
@@ -185,7 +185,7 @@ def share_by_prompt(values: Sequence[Sequence[bool]]) -> Interval:
     if {0.0, 1.0}.issuperset(shares) or len(set(shares)) == 1:
         return wilson(statistics.fmean(shares), len(shares))
     interval = by_prompt([[share] for share in shares])
-    return Interval(interval.value, max(interval.low, 0.0), min(interval.high, 1.0))
+    return replace(interval, low=max(interval.low, 0.0), high=min(interval.high, 1.0))
 
 
 def rows_of(trial: TaskTrial) -> list[tuple[str, str]]:

@@ -65,6 +65,8 @@ def test_few_prompts_or_equal_shares_have_wilsons_interval():
     assert rate_over_prompts(few) == wilson(0.5, 18) and mean_over_prompts(few) == mean_interval(few)
     assert rate_over_prompts([1.0] * 50) == wilson(1.0, 50)
     assert rate_over_prompts(mixed) == mean_over_prompts(mixed) == bootstrap_mean(mixed)
+    methods = [one.method for one in (rate_over_prompts(few), mean_over_prompts(few), rate_over_prompts(mixed))]
+    assert methods == ["Wilson's formula", "the normal distribution", "a bootstrap over the prompts"]
     assert mean_over_prompts([1.0]) is None
 
 

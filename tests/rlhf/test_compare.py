@@ -87,7 +87,8 @@ def test_a_model_against_itself_ties_everywhere(plain, judge_path, monkeypatch, 
     assert first["against"] is None and first["mean_score"] == second["mean_score"]
     against = second["against"]
     assert (against["wins"], against["ties"], against["losses"], against["num_prompts"]) == (0, 108, 0, 108)
-    assert against["win_rate"]["value"] == 0.5 and against["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    none = {"value": 0.0, "low": 0.0, "high": 0.0, "method": "a bootstrap over the prompts"}
+    assert against["win_rate"]["value"] == 0.5 and against["difference"] == none
     shown = capsys.readouterr().out
     assert "0.50 [0.41, 0.59]" in shown and "n = 108 prompts" in shown and "B 0/108/0" in shown
     assert against["length_controlled"] == against["win_rate"] and shown.count("0.50 [0.41, 0.59]") == 2

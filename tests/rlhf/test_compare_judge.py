@@ -70,7 +70,7 @@ def test_a_judge_that_prefers_the_first_answer_ties_everywhere(serve, models, ca
     assert (against["wins"], against["ties"], against["losses"], against["num_prompts"]) == (0, 24, 0, 24)
     assert (against["disagreement"], against["num_unjudged"], against["difference"]) == (1.0, 0, None)
     tie = wilson(0.5, 24)
-    assert against["win_rate"] == {"value": 0.5, "low": tie.low, "high": tie.high}
+    assert against["win_rate"] == {"value": 0.5, "low": tie.low, "high": tie.high, "method": "Wilson's formula"}
     assert sorted(map(shown, server.questions)) == [("no way", "yes")] * 24 + [("yes", "no way")] * 24
     page = capsys.readouterr().out
     headings = next(line for line in page.splitlines() if "win rate" in line)
