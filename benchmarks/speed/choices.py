@@ -37,7 +37,7 @@ def chosen(gib: int, name: str, section: str, words: str, lengths: str) -> Plann
     else:
         words += f" --max_seq_len {lengths} " + ("--train_on_prompt true" if section == SFT else LONG_PAIRS)
     words = f"{words} --gpu_memory_gib {gib} --dtype bf16"
-    return PlannedRun(f"{gib} GiB: {name}", section, words, held_out=True, kernels_of_then=False, chooses=True)
+    return PlannedRun(f"{gib} GiB: {name}", section, words, held_out=True, planner="without logits", chooses=True)
 
 
 def model(shape: str, rest: str = "") -> str:

@@ -30,15 +30,7 @@ from benchmarks.speed.jobs import (
     run_logged,
     showing,
 )
-from benchmarks.speed.planned import (
-    PlannerOfThen,
-    PlannerWithoutLogits,
-    PlannerWithoutSharing,
-    Run,
-    buckets_of_then,
-    peak_summary,
-    planner_of,
-)
+from benchmarks.speed.planned import PLANNERS, Run, buckets_of_then, peak_summary, planner_of
 from benchmarks.speed.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
 from benchmarks.speed.run_list import LISTS, RUNS, TIMED_STEPS, PlannedRun
 from demo.make import make_data
@@ -70,9 +62,8 @@ def shapes_of(run: PlannedRun) -> list[tuple[str, bool]]:
 
 def planner_for(run: PlannedRun) -> tuple[StagePlanner, Any]:
     """Return the planner of a run, on so many H200s, and its settings."""
-    before = PlannerOfThen if run.kernels_of_then else PlannerWithoutLogits
-    planner = PlannerWithoutSharing if run.stores_logits else before
-    return planner_of(run.section, run.words, f"{run.gpus}xH200", planner, large_buckets=not run.chooses)
+    target = f"{run.gpus}xH200"
+    return planner_of(run.section, run.words, target, PLANNERS[run.planner], large_buckets=not run.chooses)
 
 
 def plan(file: Path, runs: Sequence[PlannedRun] = RUNS) -> None:
@@ -113,7 +104,7 @@ def response_words(run: PlannedRun) -> int:
     A word has 1.1 tokens; 0: the run reads other rows.
     """
     words = run.words.split()
-    is_preferred = run.stores_logits and run.section == "dpo"
+    is_preferred = run.planner == "present" and run.section == "dpo"
     return int(0.85 * int(words[words.index("--max_seq_len") + 1]) / 1.1) if is_preferred else 0
 
 

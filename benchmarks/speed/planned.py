@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.random_models import config_of
+from benchmarks.speed.run_list import PlannerName
 from pipeline.configuration.flags import parse
 from pipeline.configuration.rank_rules import with_ranks
 from pipeline.files import GIB
@@ -218,6 +219,11 @@ class PlannerOfThen(PlannerWithoutLogits):
         """As `StagePlanner.seconds`."""
         with kernels_of_then():
             return PlannerWithoutSharing.seconds(self, resolved, plan)
+
+
+PLANNERS: dict[PlannerName, type[StagePlanner]] = {
+    "of then": PlannerOfThen, "without logits": PlannerWithoutLogits, "without sharing": PlannerWithoutSharing,
+}  # fmt: skip
 
 
 @cache

@@ -5,10 +5,14 @@ of the planner knows.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 TIMED_STEPS, STEPS = 5, 3
 ADAPTERS = "--actor_lora_dim 64 --save_adapter_only true"
 CHECKPOINTED = "--actor_gradient_checkpointing true --critic_gradient_checkpointing true"
+
+# Planners of planned.py: with the kernels of the first runs, as before November 30, 2026, and as runs are now.
+PlannerName = Literal["of then", "without logits", "without sharing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +26,7 @@ class PlannedRun:
     held_out: see the top of the file.
     alone: nothing else is on its GPUs, and its times are compared. A run whose memory decides whether it keeps its KV
         cache has to be.
-    kernels_of_then: it is planned with the kernels of the first runs, see planned.py.
-    stores_logits: it is planned as runs are now, else as those before November 30, 2026, see planned.py.
+    planner: the planner that has the kernels and the memory of its time.
     chooses: it takes what the plan chooses (choices.py); else the defaults of flags that are `auto`.
     """
 
@@ -33,8 +36,7 @@ class PlannedRun:
     gpus: int = 1
     held_out: bool = False
     alone: bool = False
-    kernels_of_then: bool = True
-    stores_logits: bool = False
+    planner: PlannerName = "of then"
     chooses: bool = False
 
     @property
@@ -127,7 +129,7 @@ def by_method(method: str, name: str, words: str, *, rows: str, lengths: str) ->
     """
     words = f"--method {method} --reward_function repetition --log_kl true --release_inference_cache false {words}"
     run = held_out(f"{method.upper()}, {name}", "ppo", words, rows=rows, lengths=lengths)
-    return replace(run, kernels_of_then=False)
+    return replace(run, planner="without logits")
 
 
 # Planned before any of them was run. Each fits an H100.
@@ -159,7 +161,7 @@ METHODS = (
 
 def preferred(name: str, words: str, *, rows: str, lengths: str) -> PlannedRun:
     """A run of stage 3 by DPO, IPO or KTO, see `held_out`; its reference is gone before the policy is loaded."""
-    return replace(held_out(name, "dpo", words, rows=rows, lengths=lengths), kernels_of_then=False)
+    return replace(held_out(name, "dpo", words, rows=rows, lengths=lengths), planner="without logits")
 
 
 # Planned before any of them was run.
@@ -236,7 +238,7 @@ RUNS = (
 
 def stored(run: PlannedRun, *, alone: bool = False) -> PlannedRun:
     """A run whose backward passes store the logits of all pieces, unless it checkpoints its activations."""
-    return replace(run, kernels_of_then=False, stores_logits=True, alone=alone)
+    return replace(run, planner="without sharing", alone=alone)
 
 
 def all_weights(model: str, zero_stage: int, rest: str = "") -> str:

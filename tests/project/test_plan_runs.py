@@ -42,7 +42,9 @@ MISSED = {
 # What is planned now is nearer: plans took weights that LoRA copies for larger than they are, norms of queries and keys
 # for too small for the kernel of norms, and did not know two rules.
 BY_NEW_RULES = "PPO, Mistral-7B LoRA 32 and Pythia-410M, ZeRO-2, 96 rows of 192 + 832"  # by these rules, then made
-WITH_LORA = {run.name for run in RUNS if "actor_lora_dim" in run.words and run.kernels_of_then and run.name in MEASURED}
+WITH_LORA = {
+    run.name for run in RUNS if "actor_lora_dim" in run.words and run.planner == "of then" and run.name in MEASURED
+}
 MENDED = (WITH_LORA - {BY_NEW_RULES}) | {
     "SFT, Qwen3-0.6B, ZeRO-2, 12 rows of 384",
     "SFT, OLMo-2-1B, ZeRO-3, checkpointing, 20 rows of 640",
