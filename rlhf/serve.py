@@ -96,7 +96,10 @@ def listening(host: str, port: int) -> socket.socket:
         raise InputError("--host: is empty; 127.0.0.1 is this machine alone, 0.0.0.0 all its addresses")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
+        # Connections inherit the option. asyncio sets it where a socket's protocol is named, which this one's is not.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except socket.gaierror as error:
         raise InputError(f"--host: {host!r} is no address of this machine: {error.strerror}") from None
     except OSError as error:

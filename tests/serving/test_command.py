@@ -45,6 +45,16 @@ def test_what_cannot_be_served_is_one_line(models, words, said):
     assert refused(*words, cwd=models) == naming(said)
 
 
+def test_a_part_of_an_answer_does_not_wait_for_the_one_before():
+    """Without the option, Linux sends a body 40 ms after its head on a connection that stays open."""
+    with (
+        serve.listening("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
 def test_a_port_in_use_is_told_before_models_are_loaded(models):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
