@@ -49,7 +49,7 @@ def answered(worker: Worker, model: ServedModel, *, has_log_probs: bool = False)
 def test_an_error_of_the_model_ends_its_answers_and_the_next_request_is_served(worker, model, monkeypatch):
     """Also if the session cannot be opened again at once."""
     with monkeypatch.context() as broken:
-        broken.setattr(type(model.session), "advance", lambda *_: 1 / 0)
+        broken.setattr(type(model.session()), "advance", lambda *_: 1 / 0)
         (event,) = answered(worker, model)
         assert isinstance(event, Failed) and "ZeroDivisionError" in event.message
     assert isinstance(answered(worker, model)[-1], Ended)

@@ -117,16 +117,11 @@ class ServedModel:
     _answers: dict[Request, ServedAnswer] = field(default_factory=dict)
     _session: Session | None = None
 
-    @property
     def session(self) -> Session:
-        """The session of all requests, opened at its first use."""
+        """Return the session of all requests; the first call opens it and allocates its memory. Raises InputError."""
         if self._session is None:
             self._session = self.chat_model.sessions().session(self.capacity)
         return self._session
-
-    def open(self) -> None:
-        """Open the session, which allocates its memory. Raises InputError."""
-        _ = self.session
 
     @property
     def is_idle(self) -> bool:
@@ -165,7 +160,7 @@ class ServedModel:
             deliver(event)
 
         streamer = AnswerStreamer(self.chat_model, lambda piece: show(text.add(piece)), prompt.ids[-CONTEXT_TOKENS:])
-        request = self.session.submit(prompt, sampling, key, sample=sample, streams=True)
+        request = self.session().submit(prompt, sampling, key, sample=sample, streams=True)
         served = self._answers[request] = ServedAnswer(deliver_all, streamer, has_log_probs)
         return request
 
@@ -177,7 +172,7 @@ class ServedModel:
     def advance(self) -> None:
         """Compute the next tokens of the running requests and deliver them. An error of the model ends them all."""
         try:
-            events = self.session.advance()
+            events = self.session().advance()
         except BaseException as error:  # of Rust, a tokenizer's panic is no Exception
             lack = "the GPU's memory does not suffice; serve with a lower --max-requests or --max-length"
             message = lack if is_out_of_memory(error) else f"the model failed: {type(error).__name__}: {error}"
@@ -277,4 +272,4 @@ class Worker(threading.Thread):
         """Start the thread and open all sessions, which allocates their memory. Raises InputError."""
         self.start()
         for model in self.models:
-            self.call(model.open).result()
+            self.call(model.session).result()
