@@ -146,11 +146,10 @@ class Server:
 
     async def answered(self, request: Request, answers: Answers, reply: Reply, encoders: Sequence[Encode]) -> Response:
         """Sample the answers, and send them at once or piece by piece."""
-        body = reply.body
         self.admit(answers)
         try:
             await unless_gone(request, self.begin(answers, reply, encoders))
-            if body.stream:
+            if reply.body.stream:
                 return AnswerStream(self.streamed(answers, reply), partial(self.finish, answers))
             content = reply.whole(await unless_gone(request, answers.collected()))
         except BaseException:

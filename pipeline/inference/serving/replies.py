@@ -4,10 +4,10 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.inference.answers import ChatModel, decode
 from pipeline.inference.serving.bodies import ChatBody, CompletionBody
@@ -25,29 +25,24 @@ class ServedText:
     ended: Ended | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenTexts:
-    """The tokens of a text with their log-probabilities, as a completion lists them.
+class TokenText(NamedTuple):
+    """A token of a text, as a completion lists it.
 
-    tokens: text of each token.
-    log_probs: log-probability of each; None: the first token of a prompt has none.
-    top: for each token the likeliest token there and its own, with their log-probabilities; None as above.
+    text: its text.
+    log_prob: its log-probability; None: the first token of a prompt has none.
+    top: the likeliest token there and this one, with their log-probabilities; None as above.
     """
 
-    tokens: list[str]
-    log_probs: list[float | None]
-    top: list[dict[str, float] | None]
-
-    def __add__(self, other: "TokenTexts") -> "TokenTexts":
-        return TokenTexts(self.tokens + other.tokens, self.log_probs + other.log_probs, self.top + other.top)
+    text: str
+    log_prob: float | None
+    top: dict[str, float] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """A prompt that the answer repeats: its text, and its tokens if log-probabilities are asked for."""
+class Echo(NamedTuple):
+    """A prompt that the answer repeats: its text, and its tokens if log-probabilities are requested."""
 
     text: str
-    tokens: TokenTexts | None
+    tokens: Sequence[TokenText]
 
 
 @dataclass(slots=True)
@@ -99,7 +94,7 @@ class Reply:
         if self.has_log_probs:
             tokens = self.sampled(new or ())
             piece["logprobs"] = self.listed(tokens, self._offsets[number]) if new else None
-            self._offsets[number] += sum(map(len, tokens.tokens))
+            self._offsets[number] += sum(len(one.text) for one in tokens)
         return self.head(streamed=True) | {"choices": [{"index": number} | piece | {"finish_reason": finish}]}
 
     def last_chunk(self, num_tokens: int) -> Json:
@@ -114,29 +109,26 @@ class Reply:
 
     def choice(self, number: int, text: str, ended: Ended) -> Json:
         """Return an answer that has ended."""
-        tokens = self.sampled([*zip(ended.ids, ended.log_probs, strict=True)]) if self.has_log_probs else None
-        shared = {"index": number, "finish_reason": FINISH[ended.reason]}
-        if self.is_chat:
-            content = {"message": {"role": "assistant", "content": text}}
-            return shared | content | {"logprobs": tokens and self.listed(tokens)}
-        if self.echoes:
-            echo = self.echoes[number // self.body.n]
-            text, tokens = echo.text + text, tokens and echo.tokens and echo.tokens + tokens
-        return shared | {"text": text, "logprobs": tokens and self.listed(tokens)}
+        echo = self.echoes[number // self.body.n] if self.echoes else Echo("", ())
+        text, log_probs = echo.text + text, None
+        if self.has_log_probs:
+            log_probs = self.listed([*echo.tokens, *self.sampled(zip(ended.ids, ended.log_probs, strict=True))])
+        content: Json = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        return {"index": number, "finish_reason": FINISH[ended.reason]} | content | {"logprobs": log_probs}
 
-    def sampled(self, tokens: Sequence[tuple[int, float]]) -> TokenTexts:
+    def sampled(self, tokens: Iterable[tuple[int, float]]) -> list[TokenText]:
         """Return (token, log-probability) of an answer with texts; the session retains no values of other tokens."""
         pairs = [(decode_token(self.chat_model, token), value) for token, value in tokens]
-        return TokenTexts([text for text, _ in pairs], [value for _, value in pairs], [dict([pair]) for pair in pairs])
+        return [TokenText(text, value, {text: value}) for text, value in pairs]
 
-    def listed(self, tokens: TokenTexts, offset: int = 0) -> Json:
+    def listed(self, tokens: Sequence[TokenText], offset: int = 0) -> Json:
         """Return the field `logprobs`. `offset`: characters of the answer before these tokens."""
         if not self.is_chat:
             return completion_log_probs(tokens, offset)
         return {
             "content": [
-                {"token": token, "logprob": log_prob, "bytes": whole_bytes(token), "top_logprobs": []}
-                for token, log_prob in zip(tokens.tokens, tokens.log_probs, strict=True)
+                {"token": text, "logprob": log_prob, "bytes": whole_bytes(text), "top_logprobs": []}
+                for text, log_prob, _ in tokens
             ]
         }
 
@@ -151,14 +143,13 @@ def whole_bytes(token: str) -> list[int] | None:
     return None if "\ufffd" in token else list(token.encode())
 
 
-def completion_log_probs(tokens: TokenTexts, offset: int) -> Json:
+def completion_log_probs(tokens: Sequence[TokenText], offset: int) -> Json:
     """Return the field `logprobs` of a completion, whose first token begins at character `offset`."""
-    lengths = [len(text) for text in tokens.tokens]
     return {
-        "tokens": tokens.tokens,
-        "token_logprobs": tokens.log_probs,
-        "top_logprobs": tokens.top,
-        "text_offset": list(accumulate(lengths, initial=offset))[:-1],
+        "tokens": [one.text for one in tokens],
+        "token_logprobs": [one.log_prob for one in tokens],
+        "top_logprobs": [one.top for one in tokens],
+        "text_offset": list(accumulate((len(one.text) for one in tokens), initial=offset))[:-1],
     }
 
 
@@ -167,15 +158,15 @@ def echo(reply: Reply, ids: Sequence[int]) -> Echo:
     chat_model = reply.chat_model
     text = decode(chat_model.tokenizer, ids)
     if not reply.has_log_probs:
-        return Echo(text, None)
+        return Echo(text, ())
     log_probs, likeliest = prompt_log_probs(chat_model, ids)
-    texts = [decode_token(chat_model, token) for token in ids]
+    first, *others = (decode_token(chat_model, token) for token in ids)
     # The likeliest token comes last, so that its value stays where two tokens have the same text.
-    top = [
-        {text: value, decode_token(chat_model, token): best}
-        for text, value, (token, best) in zip(texts[1:], log_probs, likeliest, strict=True)
+    tokens = [
+        TokenText(one, value, {one: value, decode_token(chat_model, token): best})
+        for one, value, (token, best) in zip(others, log_probs, likeliest, strict=True)
     ]
-    return Echo(text, TokenTexts(texts, [None, *log_probs], [None, *top]))
+    return Echo(text, [TokenText(first, None, None), *tokens])
 
 
 def event_line(content: Json) -> str:
