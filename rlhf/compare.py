@@ -116,14 +116,13 @@ def run(argv: list[str], prog: str) -> None:
             answered(config, label, path, prompts, num_models=0 if index else len(paths))
             for index, (label, path) in enumerate(zip(LABELS, paths, strict=False))
         ]
-        scores = {sum_name: function_scores(config, pool, contestants, prompts)}
+        scores = {sum_name: function_scores(config, pool, contestants, prompts)} if functions else {}
         failure: RunError | None = None
         try:
             for index in range(1, len(paths) if judges else 0):
                 contestants[index] = with_preferences(config, judge_pool, contestants[0], contestants[index], prompts)
         except (InputError, EnvironmentFault) as error:  # the comparison ends with it once the answers are written
             failure, contestants = error, [replace(one, preferences=()) for one in contestants]
-    scores = scores if functions else {}
     for name, path in scorer_names.items():
         scores[name] = model_scores(config, path, contestants, prompts)
     contestants = with_scores(contestants, scores)
