@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 from pipeline.console import MOST_TEXT, code_span, fenced, visible
 from pipeline.errors import InputError, say
-from pipeline.files import refused_by_disk, write_text
+from pipeline.files import read_object, refused_by_disk, write_text
 from pipeline.reporting import tables
 from pipeline.reporting.curves import GROUPS, Panel, panels_of, svg, write_png
 from pipeline.reporting.records import RunRecord, labels_of, runs_of
@@ -176,6 +176,7 @@ def contents(chapters: Sequence[Chapter], answers: Any, folders: Sequence[Path],
         "folder": folders[0].resolve().name if len(folders) == 1 else f"{len(folders)} folders",
         "task": tables.task(output),
         "answers": answers,
+        "evaluation": read_object(output / "eval.json"),  # of `rlhf eval --output FOLDER`
         "command": tables.answers_command(runs, output) if len(folders) == 1 else "",
         "written": time.strftime("%Y-%m-%d %H:%M"),
     }

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from rich.text import Text
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Dtype
 from pipeline.configuration.resolved import Resolved
-from pipeline.errors import printable, show
+from pipeline.errors import InputError, printable, show
+from pipeline.files import refused_by_disk, write_text
 from pipeline.inference.answer_rows import Answer
 from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.comparison import LABELS, LOOKS
@@ -58,14 +60,18 @@ class EvalConfig(WorkerFlags, RewardEvalConfig):
     )
     reward_function: list[str] = flag([], "Functions that score sampled answers: FILE.py:NAME or a built-in NAME")
     reward_model: list[str] = flag([], "Reward models that score sampled answers, folders or hub ids", kind="path")
+    output: str = flag("", "Folder of runs, whose report shows the figures of its eval.json", kind="path")
     seed: int = flag(1234, "Seed of the answers, the same for every model", ge=0)
     dtype: Dtype = flag("auto", "Data type of the weights (pairs: fp32); auto: bf16 if the device supports it, or fp32")
     sampling: SampleSettings = SampleSettings(temperature=1.0)
 
 
 def run(argv: list[str], prog: str) -> None:
-    """Check the command line, then evaluate and print."""
+    """Check the command line, then evaluate, write and print."""
     resolved = command_flags(EvalConfig, argv, section="eval", prog=prog)
+    folder = Path(resolved.config.output).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"--output: {folder}: no such folder; name the output folder of a run")
     from pipeline.models.source import ModelSource
     from step2_reward.pair_scores import evaluate_folder
 
@@ -77,8 +83,12 @@ def run(argv: list[str], prog: str) -> None:
         check_reward_model(path, "--model")
     figures = language_figures(resolved, {path: sources[path] for path in sources if path not in judges})
     figures |= {path: pair_figures(evaluate_folder(path, resolved)) for path in judges}
+    content = json.dumps({path: {name: asdict(one) for name, one in figures[path].items()} for path in sources})
+    if resolved.config.output:
+        with refused_by_disk(folder):
+            write_text(folder / "eval.json", content + "\n")
     if resolved.config.json_output:
-        show(json.dumps({path: {name: asdict(one) for name, one in figures[path].items()} for path in sources}))
+        show(content)
         return
     names = list(dict.fromkeys(name for path in sources for name in figures[path]))
     labels = dict(zip(LABELS, sources, strict=False))

@@ -20,8 +20,16 @@ VALUES: tuple[Any, ...] = (None, "x", -1, DIGITS, [], [1], {}, {"a": 1}, True, "
 FILES = (
     "metrics.jsonl", "samples.jsonl", "meaning.json", "env.json", "rows.json", "plan.json", "config.json", "done.json",
     "log.txt", "outcome/rank-0.json", "prompt_eval.json", "heartbeat/rank-0.json", "task_trial.json",
+    "eval.json",
 )  # fmt: skip
 PLAN = {"target": "1 x H100", "memory_gib": {"train": {"allocated": 3.5, "reserved": [4.0, 5.0]}}}
+EVALUATION = {
+    "a": {
+        "length": {"mean": 3.0, "standard_error": 0.5, "count": 9},
+        "accuracy": {"mean": 0.5, "standard_error": None},
+    },
+    "b": {"length: change": {"mean": 1.0, "standard_error": 0.1, "count": 9}},
+}
 TASK = {"title": "t", "rows": [["pass@1", "0.5"]]}
 ANSWERS = {
     "models": [{"label": "A", "path": "b", "mean_tokens": 1.0, "against": {"win_rate": {"value": 0.5, "low": 0.1}}}],
@@ -40,6 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("plan.json", PLAN),
         ("prompt_eval.json", ANSWERS),
         ("task_trial.json", TASK),
+        ("eval.json", EVALUATION),
     ):
         (run / name).write_text(json.dumps(content))
     (run / "heartbeat").mkdir()

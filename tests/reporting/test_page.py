@@ -66,6 +66,10 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "rows": [["pass@1", "0.168 (0.12 to 0.22)"], ["flags", HOSTILE]],
     }
     (output / "task_trial.json").write_text(json.dumps(trial))
+    first = {"answer length": {"mean": 3.25, "standard_error": 0.125, "count": 9}}
+    other = {HOSTILE: {"mean": 0.5, "standard_error": None, "count": 12345}}
+    other["answer length: change"] = {"mean": -1.5, "standard_error": 0.25, "count": 9}
+    (output / "eval.json").write_text(json.dumps({"output/sft": first, HOSTILE: other}))
     with pytest.MonkeyPatch.context() as patches:
         without_pictures(patches)
         write_report([output], output)
@@ -139,6 +143,18 @@ def test_samples_data_answers_flags_and_command_stand_there(page):
     ):
         assert text in page, text
     assert "step1_sft/main.py --seed &#39;1 2&#39;" in page and "<td>--column-map</td>" in page
+
+
+def test_figures_of_an_evaluation_have_a_column_for_each_model(road, page):
+    section = page.partition('<section id="evaluation">')[2].partition("</section>")[0]
+    table = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in section.split("<tr>")[1:]]
+    cells = [[re.sub(r"<[^>]*>", "", cell) for cell in row] for row in table]
+    hostile = html.escape(visible(HOSTILE), quote=False)
+    assert [row[0] for row in cells] == ["", "answer length", "answer length: change", hostile]
+    assert cells[0][1] == "output/sft"
+    assert [row[1:] for row in cells[1:]] == [["3.25 ± 0.125", "–"], ["–", "-1.5 ± 0.25"], ["–", "0.5"]]
+    text = (road / "report.md").read_text(encoding="utf-8")
+    assert "| `output/sft` | `answer length` | 3.25 | 0.125 | 9 |" in text and " | 0.5 | – | 12,345 |" in text
 
 
 @pytest.mark.parametrize(

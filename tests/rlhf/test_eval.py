@@ -205,7 +205,9 @@ def test_figures_of_answers_by_hand():
 
 
 def test_one_answer_to_each_prompt_has_no_best(base, pairs, capsys):
-    figures = evaluated(capsys, base, "--data-path", pairs, "--reward-function", "repetition")
+    output = str(Path(pairs).parent)
+    figures = evaluated(capsys, base, "--data-path", pairs, "--reward-function", "repetition", "--output", output)
+    assert json.loads(Path(output, "eval.json").read_text()) == figures
     assert [*figures[base]] == [PERPLEXITY, "repetition", "distinct-2", "answer length", "truncated answers"]
 
 
@@ -304,6 +306,7 @@ def test_a_terminal_of_ascii_and_few_columns_gets_all_figures(base, tuned, pairs
         (["BASE"], "--data-path: "),
         (["BASE", "--data-path", "no.jsonl"], "no.jsonl"),
         (["output/none", "--data-path", "PAIRS"], "--model: output/none: no such folder"),
+        (["BASE", "--data-path", "PAIRS", "--output", "none"], "--output: none: no such folder"),
         (["BASE", "--data-path", "EMPTY"], "found no prompt in EMPTY"),
         (
             ["BASE", "--data-path", "PAIRS", "--reward-function", "no.py:f"],
