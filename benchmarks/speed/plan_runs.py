@@ -104,7 +104,7 @@ def response_words(run: PlannedRun) -> int:
     A word has 1.1 tokens; 0: the run reads other rows.
     """
     words = run.words.split()
-    is_preferred = run.planner == "present" and run.section == "dpo"
+    is_preferred = run.planner == "without sharing" and run.section == "dpo"
     return int(0.85 * int(words[words.index("--max_seq_len") + 1]) / 1.1) if is_preferred else 0
 
 
