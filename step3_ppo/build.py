@@ -1,7 +1,6 @@
 """Build the objects of stage 3's loop from the configuration, or restore them from a checkpoint."""
 
 import logging
-from dataclasses import replace
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint
@@ -45,9 +44,8 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     config.ppo.check_steps(schedule.total_steps)
     models = make_models(run, config, sources)
     reads_columns = any(one.reward.reads_columns for one in models.rewards) or bool(config.functions_by_title)
-    fingerprint = fingerprint_of(config, prompts, text, ranks=run.world.size)
-    fingerprint = replace(fingerprint, reads_columns=reads_columns, total_steps=schedule.total_steps)
-    resumed = checkpoint.load(run, config.run.resumes_from, models.trained, fingerprint, force=config.run.force_resume)
+    fingerprint = fingerprint_of(config, prompts, text, ranks=run.world.size, total_steps=schedule.total_steps)
+    resumed = checkpoint.load(run, models.trained, fingerprint, reads_columns=reads_columns)
     ppo = assemble(run, config, models, prompts=prompts, text=text, schedule=schedule, fingerprint=fingerprint)
     return ppo, resumed
 

@@ -312,16 +312,13 @@ def checkpoint_content(ppo: PPO, state: State, rollout: Collected | None) -> che
 
 
 def fingerprint_of(
-    config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, *, ranks: int
+    config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, *, ranks: int, total_steps: int
 ) -> RunFingerprint:
     """Return the properties that a resumed run must share with the one that wrote its checkpoint."""
-    fingerprint = run_fingerprint(
-        config,
-        models=config.start_paths,
-        data={"prompts": prompts.train} | ({} if text is None else {"ptx text": text.rows}),
-        ranks=ranks,
-    )
+    data = {"prompts": prompts.train} | ({} if text is None else {"ptx text": text.rows})
+    fingerprint = run_fingerprint(config, data, ranks=ranks, total_steps=total_steps)
     functions = config.functions_by_title.items()
     files = {f"file of {title}": one.digest for title, one in functions if one.digest}
     modules = {f"{path} of {title}": content for title, one in functions for path, content in one.modules.items()}
-    return replace(fingerprint, hashes={**fingerprint.hashes, **files}, columns={**fingerprint.columns, **modules})
+    hashes, columns = {**fingerprint.fingerprints, **files}, {**fingerprint.columns, **modules}
+    return replace(fingerprint, fingerprints=hashes, columns=columns)

@@ -94,7 +94,6 @@ def make_control(ppo: PPO, *, resumed_step: int | None) -> RunControl:
         ppo.run,
         ppo.fingerprint,
         resumed_step=resumed_step,
-        total_steps=ppo.schedule.total_steps,
         metrics=METRICS | of_rewards(ppo.reward_names),
         engines=ppo.models.named(),
         counts=ppo.prompts.counts,

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from pipeline.checkpoints.checkpoint_files import (
     write_manifest,
 )
 from pipeline.checkpoints.fingerprint import RunFingerprint
-from pipeline.configuration.flag_table import Removed
 from pipeline.configuration.rank_rules import BATCHES, ROLLOUT
-from pipeline.configuration.resume_rules import SAME, check_same_fingerprints, check_same_settings, refuse
+from pipeline.configuration.resume_rules import check_resumed, defaults_of
+from pipeline.configuration.stage import StageConfig
 from pipeline.engine.build import compute_dtype
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.fragments import Fragment, FragmentReader, write_fragments
@@ -40,7 +40,6 @@ from pipeline.engine.state import counters, engine_fragments, restore_counters, 
 from pipeline.errors import CheckpointError, EnvironmentFault, InputError
 from pipeline.files import GIB, cannot_write, flush, free_bytes, is_disk_trouble, replacing, write_json
 from pipeline.heartbeat import result_of
-from pipeline.run.earlier_runs import changed_contents
 from pipeline.run.host_storage import on_each_storage, unite
 from pipeline.run.run import Run
 
@@ -145,13 +144,7 @@ class Saver:
             "dtype": compute_dtype(self.run),
             "state": content.state,
             "engines": {name: counters(engine) for name, engine in content.engines.items()},
-            "settings": self.fingerprint.settings,
-            "fingerprints": self.fingerprint.hashes,
-            "columns": self.fingerprint.columns,
-            "sizes": self.fingerprint.sizes,
-            "inputs": self.fingerprint.inputs,
-            "total_steps": self.fingerprint.total_steps,
-            "layout": self.fingerprint.rounding,
+            **asdict(self.fingerprint),
             "versions": {name: metadata.version(name) for name in PACKAGES},
             "time": time.time(),
         }
@@ -260,42 +253,36 @@ def publish(pending: Pending, *, keep: int) -> None:
 
 
 def load(
-    run: Run, resume: str, engines: Mapping[str, TrainingEngine], fingerprint: RunFingerprint, *, force: bool
+    run: Run, engines: Mapping[str, TrainingEngine], fingerprint: RunFingerprint, *, reads_columns: bool = False
 ) -> Resumed | None:
-    """Restore the engines from the newest whole checkpoint; return the rest of it, or None if there is none.
+    """Restore the engines from the checkpoint to resume from; return the rest of it, or None if there is none.
 
     A collective.
 
     Args:
-        resume: auto, never, or the folder of a checkpoint.
-        force: resume although settings, data or start models differ.
+        reads_columns: rewards read other columns of the data, or call functions: those of the checkpoint are compared.
 
     Raises:
         CheckpointError: the checkpoint is not usable. InputError: another run wrote it.
     """
-    if resume == "auto":
+    config: StageConfig = run.resolved.config
+    if (resume := config.run.resumes_from) == "auto":
         unite(run.folder / "checkpoints")
     folder = dist.on_main(lambda: find(run.folder, resume))
     if folder is None:
         return None
     on_each_storage(lambda: check_whole(folder))
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    settings, rounding, defaults = json.loads(
-        json.dumps([fingerprint.settings, fingerprint.rounding, fingerprint.defaults])
-    )
-    check_same_settings(folder, saved["settings"], settings, defaults=defaults, force=force)
-    columns = saved.get("columns", {}) if fingerprint.reads_columns else {}
-    if fingerprint.reads_columns and (unknown := fingerprint.columns.keys() - columns.keys()):
+    columns = saved.get("columns", {}) if reads_columns else {}
+    if reads_columns and (unknown := fingerprint.columns.keys() - columns.keys()):
         log.info("%s: their content is not in the checkpoint, and taken as it is now", ", ".join(sorted(unknown)))
-    then = saved["fingerprints"] | saved["sizes"] | columns
-    now = {**fingerprint.hashes, **fingerprint.sizes, **{name: fingerprint.columns.get(name) for name in columns}}
-    if any(now.get(name) != content for name, content in saved["fingerprints"].items()):
-        lines = changed_contents(run.resolved.config, saved.get("inputs", {}), fingerprint.inputs, "the checkpoint")
-        refuse(folder, list(lines), SAME, force=force)
-    check_same_fingerprints(folder, then, now, force=force)
+    now = asdict(fingerprint) | {"columns": {name: fingerprint.columns.get(name) for name in columns}}
+    if saved["fingerprints"].items() <= now["fingerprints"].items():
+        del now["inputs"]  # their rows and models are the same
+    check_resumed(folder, saved | {"columns": columns}, now, config, force=config.run.force_resume)
     if (got := ", ".join(sorted(saved["engines"]))) != (expected := ", ".join(sorted(engines))):
         raise InputError(f"{folder}: got the state of {got}, expected that of {expected}: it is of another stage")
-    log_differences(folder, saved, rounding, defaults)
+    log_differences(folder, saved, fingerprint.layout, config)
     if fingerprint.total_steps < (before := saved.get("total_steps", 0)):
         end = "ends at step %d, before it was to end at %d: learning rates follow the new end (--max-steps, epochs)"
         log.warning(end, fingerprint.total_steps, before)
@@ -316,16 +303,16 @@ def check_whole(folder: Path) -> None:
         raise CheckpointError(f"{problem} (on {socket.gethostname()}); delete {folder} there: it is copied again")
 
 
-def log_differences(folder: Path, saved: dict[str, Any], rounding: Any, defaults: Any) -> None:
+def log_differences(folder: Path, saved: dict[str, Any], layout: Mapping[str, Any], config: StageConfig) -> None:
     """Log the checkpoint and the differences that change the numbers of an uninterrupted run by rounding.
 
     The size of a rollout is compared among the checkpoint's "sizes", since several flags may set it.
     """
     log.info("resuming from %s (--overwrite starts over)", folder)
-    in_force = {name: value for name, value in rounding.items() if name not in (ROLLOUT, BATCHES)}
+    in_force = {name: value for name, value in layout.items() if name not in (ROLLOUT, BATCHES)}
     now = {**in_force, "ranks": dist.world_size(), **{name: metadata.version(name) for name in PACKAGES}}
-    usual = {name: one.default if isinstance(one, Removed) else one for name, one in defaults.items()}
-    then = {**usual, **saved["settings"], **saved["layout"], "ranks": saved["world_size"], **saved["versions"]}
+    before = defaults_of(config) | saved["settings"] | saved["layout"]
+    then = before | {"ranks": saved["world_size"]} | saved["versions"]
     changed = [f"{name} {then.get(name)} -> {now[name]}" for name in sorted(now) if then.get(name) != now[name]]
     if changed:
         log.warning("resumed with other settings: %s; numbers are equal up to rounding", ", ".join(changed))

@@ -1,11 +1,12 @@
-"""Compare a run's flags, data and start models with those of the checkpoint that it resumes from.
+"""Compare a run with the earlier one that it resumes, or that is finished in its folder, by one table: `COMPARED`.
 
-`on_resume` at a flag's field says whether it is compared; the checkpoint's files are read elsewhere.
+`on_resume` at a flag's field says whether it is compared. The records of the earlier run, state.json of a checkpoint
+and done.json, are read elsewhere. What a run takes from the earlier one is in `pipeline/run/resolve.py`.
 """
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,16 @@ SAID_BY = {ROWS: "--train-batch-size", PROMPTS: "--rollout-batch-size over --num
 SAME = "resume with the same flags, data, models and batch sizes, or start over with --overwrite"
 
 
-def values_by_rule(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
-    """Return the values of all flags whose field says `on_resume`."""
+def values_by_rule(config: BaseModel, *rules: OnResume) -> dict[str, Any]:
+    """Return the values of all flags whose fields say one of these rules, as JSON has them."""
     table = flag_table(type(config))
-    values = {name: masked(value) for name, value in flat_items(config) if table[name].on_resume == on_resume}
-    return values | json_values(config, on_resume)
+    values = {name: masked(value) for name, value in flat_items(config) if table[name].on_resume in rules}
+    return dict(json.loads(json.dumps(values | json_values(config, rules))))
 
 
-def json_values(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
+def json_values(config: BaseModel, rules: Collection[OnResume]) -> dict[str, Any]:
     """Return what a DeepSpeed JSON says of settings that were flags once, by the names of these."""
-    keys = {name: (key, default) for name, key, default, rule, _ in ONLY_IN_JSON if rule == on_resume}
+    keys = {name: (key, default) for name, key, default, rule, _ in ONLY_IN_JSON if rule in rules}
     path = dict(flat_items(config)).get("deepspeed_config")
     if path is None or not keys:  # a small command, or nothing that the file is read for
         return {}
@@ -57,13 +58,16 @@ def memory_flags(config: BaseModel) -> dict[str, Any]:
 
 
 def defaults_of(config: BaseModel) -> dict[str, Any]:
-    """Return what stands for each flag that a run does not name: its default, or what older versions did.
+    """Return what stands for each flag that a run does not name: its default, or what older versions did."""
+    table = flag_table(type(config))
+    gone = {name: one.default for name, one in removed_flags(config).items()}
+    defaults = {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
+    return gone | defaults | values_before(config)
 
-    For a flag that is gone, its `Removed` stands.
-    """
-    table, before = flag_table(type(config)), values_before(config)
-    gone = {name: one for flag in table.values() for name, one in flag.removed.items()}
-    return gone | {n: flag.default for n, flag in table.items() if flag.default is not PydanticUndefined} | before
+
+def removed_flags(config: BaseModel) -> dict[str, Removed]:
+    """Return the flags of earlier versions that are gone."""
+    return {name: one for flag in flag_table(type(config)).values() for name, one in flag.removed.items()}
 
 
 def values_before(config: BaseModel) -> dict[str, Any]:
@@ -78,90 +82,96 @@ def batch_sizes(config: StageConfig, ranks: int) -> dict[str, int]:
     return {ROWS: rows * ranks} | ({PROMPTS: rollout.prompts} if rollout else {})
 
 
-def settings_of(config: BaseModel, *rules: OnResume) -> dict[str, Any]:
-    """Return the flags whose fields say one of `rules`, as JSON has them."""
-    values = [values_by_rule(config, rule) for rule in rules]
-    return {name: value for flags in json.loads(json.dumps(values)) for name, value in flags.items()}
+def record_of(config: StageConfig, ranks: int | None, *rules: OnResume) -> dict[str, Any]:
+    """Return the parts of a run's record that follow from its flags alone; no sizes where the ranks are not known."""
+    return {"settings": values_by_rule(config, *rules)} | ({"sizes": batch_sizes(config, ranks)} if ranks else {})
 
 
-def other_settings(
-    saved: Mapping[str, Any], config: StageConfig, *rules: OnResume, ranks: int | None, holder: str
+def check_resumed(
+    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], config: BaseModel, *, force: bool = False
+) -> None:
+    """Raise InputError, a line each, for what is not as a checkpoint has it; `force`: log the lines.
+
+    Args:
+        saved: its state.json, {} for none. now: the same parts of the run that resumes, as far as they are known.
+    """
+    lines = list(differences(saved, now, config))
+    if lines and not force:
+        raise InputError("\n".join([*lines, f"{folder}: {SAME}; --force-resume continues anyway"]))
+    for line in lines:
+        log.warning("resumed nevertheless: %s", line)
+
+
+def differences(
+    earlier: Mapping[str, Any], now: Mapping[str, Any], config: BaseModel, holder: str = "the checkpoint"
 ) -> Iterator[str]:
-    """Yield a line for each flag of these `rules`, and each size of a batch, that is not what `holder` has.
+    """Yield a line for each difference in the parts that both records have.
 
     Args:
-        saved: what `holder` has as "settings" and "sizes". ranks: None where not known; then sizes are not compared.
+        holder: what has the earlier record, in words.
     """
-    current, sizes = settings_of(config, *rules), batch_sizes(config, ranks) if ranks else {}
-    yield from changed_settings(saved["settings"], current, defaults=defaults_of(config), holder=holder)
-    for name, size in sizes.items():
-        if size != saved["sizes"].get(name, size):
-            yield f"{name}: got {size}, {holder} has {saved['sizes'][name]} ({SAID_BY[name]})"
+    for part, changed in COMPARED.items():
+        if part in earlier and part in now:
+            yield from changed(earlier[part], now[part], config, holder)
 
 
-def check_resumed(folder: Path, saved: Mapping[str, Any], config: StageConfig, ranks: int | None) -> None:
-    """Raise InputError, a line each, for settings and batches that are not those of a checkpoint.
-
-    Args:
-        saved: its state.json, {} for none.
-    """
-    if saved.keys() >= {"settings", "sizes"}:
-        lines = list(other_settings(saved, config, "same", ranks=ranks, holder="the checkpoint"))
-        refuse(folder, lines, SAME, force=False)
+# --- the parts of a record, by their keys ---
 
 
 def changed_settings(
-    saved: Mapping[str, Any], current: Mapping[str, Any], *, defaults: Mapping[str, Any], holder: str
+    earlier: Mapping[str, Any], now: Mapping[str, Any], config: BaseModel, holder: str
 ) -> Iterator[str]:
-    """Yield a line for each flag whose value is not the one that `holder` ("the checkpoint") has.
+    """Yield a line for each flag that has another value.
 
-    Args:
-        saved, current: the flags that must be the same. An older version may have compared flags that need not be so
-            any more, or any flag that does not exist any more.
-        defaults: of all flags of this version; they stand for what an older version did that did not know a flag yet.
+    A flag that the earlier version did not know had its default. One that is not compared any more may have changed;
+    one that is gone may not.
     """
-    saved_values = {**defaults, **{name: masked(value) for name, value in saved.items()}}
-    gone = {name: one for name, one in defaults.items() if isinstance(one, Removed)}
-    for name, one in sorted(gone.items()):
-        was, now = saved.get(name, one.default), current.get(name, one.default)
-        if was != now:
-            yield f"{dashed(name)}: {one.reason}; got {now!r}, {holder} has {masked(was)!r}"
-    for name in sorted((saved.keys() - defaults.keys()) | (current.keys() - gone.keys())):
-        if saved_values.get(name) != current.get(name):
-            yield f"{dashed(name)}: got {current.get(name)!r}, {holder} has {saved_values.get(name)!r}"
+    gone, defaults = removed_flags(config), defaults_of(config)
+    before = defaults | {name: masked(value) for name, value in earlier.items()}
+    others = (earlier.keys() - defaults.keys()) | (now.keys() - gone.keys())
+    for name in [*sorted(gone), *sorted(others)]:
+        why, default = (f"{gone[name].reason}; ", gone[name].default) if name in gone else ("", None)
+        if (got := now.get(name, default)) != before.get(name):
+            yield f"{dashed(name)}: {why}got {got!r}, {holder} has {before.get(name)!r}"
 
 
-def check_same_settings(
-    folder: Path,
-    saved: Mapping[str, Any],
-    current: Mapping[str, Any],
-    *,
-    defaults: Mapping[str, Any] | None = None,
-    force: bool = False,
-) -> None:
-    """Raise InputError, a line for each flag, where a checkpoint was written under other settings; `force`: log it.
-
-    The flags are as in `changed_settings`.
-    """
-    lines = list(changed_settings(saved, current, defaults=defaults or {}, holder="the checkpoint"))
-    refuse(folder, lines, SAME, force=force)
+def changed_sizes(earlier: Mapping[str, int], now: Mapping[str, int], _: BaseModel, holder: str) -> Iterator[str]:
+    """Yield a line for each size of a batch over all ranks that is another one, with the flag that sets it."""
+    for name, size in now.items():
+        if size != earlier.get(name, size):
+            yield f"{name}: got {size}, {holder} has {earlier[name]} ({SAID_BY[name]})"
 
 
-def check_same_fingerprints(folder: Path, saved: Mapping[str, Any], current: Mapping[str, Any], *, force: bool) -> None:
-    """Raise InputError, a line each, where data, start models or the rows of a step are other ones; `force`: log it."""
-    changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
-    lines = [f"{name}: got {short(current.get(name))}, the checkpoint has {short(saved.get(name))}" for name in changed]
-    refuse(folder, lines, SAME, force=force)
+def changed_contents(
+    earlier: Mapping[str, Any], now: Mapping[str, Any], config: BaseModel, holder: str
+) -> Iterator[str]:
+    """Yield a line for each flag that names data or a start model of another content, with the sources that changed."""
+    table = values_by_rule(config, "data", "model")
+    for name, content in now.items():
+        if content != earlier.get(name, content):
+            paths = table[name] if isinstance(table[name], list) else [table[name]]
+            changed = [path for path, hash_now in zip(paths, content, strict=False) if hash_now not in earlier[name]]
+            which = " ".join(changed if len(paths) > 1 and changed else paths)
+            yield f"{dashed(name)}: the content of {which or 'no path'} is not what {holder} was made of"
 
 
-def short(value: Any) -> str:
-    """Show a number as it is, and a hash by its first characters."""
-    return f"content {value[:12]}" if isinstance(value, str) else str(value)
+def changed_hashes(earlier: Mapping[str, Any], now: Mapping[str, Any], _: BaseModel, holder: str) -> Iterator[str]:
+    """Yield a line for each of the prepared rows, start models and files of functions that has another hash."""
+    for name in sorted(earlier.keys() | now.keys()):
+        if (got := now.get(name)) != (was := earlier.get(name)):
+            yield f"{name}: got {short(got)}, {holder} has {short(was)}"
 
 
-def refuse(folder: Path, lines: list[str], hint: str, *, force: bool) -> None:
-    """Raise InputError with the lines and the hint, if there are any; with `force`, log them."""
-    if lines and not force:
-        raise InputError("\n".join([*lines, f"{folder}: {hint}; --force-resume continues anyway"]))
-    for line in lines:
-        log.warning("resumed nevertheless: %s", line)
+def short(content: str | None) -> str:
+    """Show a hash by its first characters."""
+    return "None" if content is None else f"content {content[:12]}"
+
+
+# Part of a record -> (earlier, now, configuration, holder) yields a line for each difference.
+COMPARED: dict[str, Callable[[Any, Any, BaseModel, str], Iterator[str]]] = {
+    "settings": changed_settings,
+    "sizes": changed_sizes,
+    "inputs": changed_contents,
+    "fingerprints": changed_hashes,
+    "columns": changed_hashes,
+}

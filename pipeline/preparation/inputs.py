@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline import dist
 from pipeline.configuration.flag_table import flat_items
-from pipeline.configuration.resume_rules import SAME, refuse
+from pipeline.configuration.resume_rules import check_resumed, differences
 from pipeline.configuration.stage import StageConfig
 from pipeline.console import WIDTH, terminal_width
 from pipeline.data.cache import StageData, data_fingerprint, load_or_build
@@ -26,7 +26,7 @@ from pipeline.files import model_fingerprint
 from pipeline.models.source import ModelSource, num_positions
 from pipeline.preparation.preview import Sample, preview_lines, rows_document, samples_of
 from pipeline.run.data_split import data_of
-from pipeline.run.earlier_runs import changed_contents, checkpoint_state, data_contents, input_contents
+from pipeline.run.earlier_runs import checkpoint_state, data_contents, input_contents
 from pipeline.run.logs import file_log
 from pipeline.run.run import Run
 
@@ -79,10 +79,9 @@ def check_rows(run_folder: Path, config: StageConfig, prepared: Iterable[Dataset
     folder, saved = checkpoint_state(run_folder, config.run.resumes_from)
     if config.run.force_resume or "inputs" not in saved:
         return
-    lines = list(changed_contents(config, saved["inputs"], data_contents(config), "the checkpoint"))
-    saved_hashes = saved["fingerprints"].values()
-    if lines and any(data_fingerprint(rows) not in saved_hashes for rows in prepared):
-        refuse(folder, lines, SAME, force=False)
+    now, hashes = {"inputs": data_contents(config)}, saved["fingerprints"].values()
+    if any(differences(saved, now, config)) and any(data_fingerprint(rows) not in hashes for rows in prepared):
+        check_resumed(folder, saved, now, config)
 
 
 def check_models(run_folder: Path, config: StageConfig) -> None:
@@ -95,8 +94,7 @@ def check_models(run_folder: Path, config: StageConfig) -> None:
         return
     now = {name: model_fingerprint(path) for name, path in config.start_paths.items()}
     if any(saved["fingerprints"].get(name, content) != content for name, content in now.items()):
-        lines = list(changed_contents(config, saved["inputs"], input_contents(config), "the checkpoint"))
-        refuse(folder, lines, SAME, force=False)
+        check_resumed(folder, saved, {"inputs": input_contents(config)}, config)
 
 
 def show_rows(samples: Sequence[Sample]) -> None:

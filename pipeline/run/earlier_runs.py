@@ -1,7 +1,7 @@
 """Check whether a run is finished already, and clear the folder of one that starts afresh. It imports no torch.
 
-`done.json` holds the settings, inputs and length of the run that wrote it, so that no other run is taken for it.
-Checkpoints are compared in `pipeline/configuration/resume_rules.py`.
+`done.json` holds the settings, inputs and length of the run that wrote it, so that no other run is taken for it. It is
+compared as checkpoints are: in `pipeline/configuration/resume_rules.py`.
 """
 
 import logging
@@ -17,11 +17,11 @@ from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_k
 from pipeline.configuration.origins import DEFAULT, Kind, Origin
 from pipeline.configuration.rank_rules import MICRO, STEPS, with_micro_batch
 from pipeline.configuration.resolved import Resolved
-from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
+from pipeline.configuration.resume_rules import check_resumed, differences, record_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import fingerprint, is_local, parse_path
-from pipeline.errors import InputError, dashed
+from pipeline.errors import InputError
 from pipeline.files import digest, has_config, model_fingerprint, read_object, refused_by_disk, write_json
 from pipeline.run.evaluations import run_settings
 from pipeline.run.layout import candidates, done_file
@@ -148,9 +148,8 @@ def write_done(
         "time": time.time(),
         "max_steps": config.run.max_steps,
         "num_train_epochs": config.run.num_train_epochs,
-        "settings": settings_of(config, "same", "output"),
+        **record_of(config, ranks, "same", "output"),
         "inputs": inputs,
-        "sizes": batch_sizes(config, ranks),
     }
     with refused_by_disk(done_file(run_folder)):
         write_json(done_file(run_folder), content)
@@ -183,28 +182,16 @@ def is_finished(run_folder: Path, config: StageConfig, *, ranks: int | None) -> 
                 f"model as it is there by `rlhf export {folder} --output FOLDER`"
             )
         if not run.force_resume:  # else the differences are told when it resumes
-            check_resumed(folder, state, config, ranks)
+            check_resumed(folder, state, record_of(config, ranks, "same"), config)
         return False
-    holder, lengths = "the finished run", list(other_length(run, done))
-    others = list(other_settings(done, config, "same", "output", ranks=ranks, holder=holder))
-    others += changed_contents(config, done["inputs"], input_contents(config), holder)
+    now, lengths = record_of(config, ranks, "same", "output"), list(other_length(run, done))
+    others = list(differences(done, now | {"inputs": input_contents(config)}, config, "the finished run"))
     if others or lengths:
         longer = f", --max-steps above {done['steps']} trains it further" if not others else ""
         hint = f"another --output-dir keeps it, --overwrite starts over{longer}"
         raise InputError("\n".join([*others, *lengths, f"{run_folder}: another run is finished here; {hint}"]))
     log.info("%s: finished after %d steps; nothing to do (--overwrite starts over)", run_folder, done["steps"])
     return True
-
-
-def changed_contents(config: StageConfig, before: dict[str, Any], now: Mapping[str, Any], holder: str) -> Iterator[str]:
-    """Yield a line for each flag that names data or a start model of another content, with the sources that changed."""
-    table = values_by_rule(config, "data") | values_by_rule(config, "model")
-    for name, content in now.items():
-        if content != before.get(name, content):
-            paths = table[name] if isinstance(table[name], list) else [table[name]]
-            changed = [path for path, digest_now in zip(paths, content, strict=False) if digest_now not in before[name]]
-            which = " ".join(changed if len(paths) > 1 and changed else paths)
-            yield f"{dashed(name)}: the content of {which or 'no path'} is not what {holder} was made of"
 
 
 def other_length(run: RunConfig, done: Mapping[str, Any]) -> Iterator[str]:

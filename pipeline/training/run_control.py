@@ -50,7 +50,6 @@ class RunControl:
         fingerprint: RunFingerprint,
         *,
         resumed_step: int | None,
-        total_steps: int,
         metrics: Mapping[str, Metric],
         engines: Mapping[str, TrainingEngine | FrozenEngine],
         counts: Counts,
@@ -58,7 +57,7 @@ class RunControl:
         buffers: Buffers | None = None,
     ) -> None:
         config: RunConfig = run.resolved.config.run
-        start = -1 if resumed_step is None else resumed_step
+        start, total_steps = -1 if resumed_step is None else resumed_step, fingerprint.total_steps
         self._began = time.monotonic()
         if run.world.is_main:
             show_banner(run, counts=counts, engines=engines, total_steps=total_steps)
@@ -68,7 +67,7 @@ class RunControl:
         self._reporter = own_reporter(run.folder, is_on=config.report and run.world.is_main)
         self.stopping = Stopping(run)
         self.halving = Halving(run, engines.values(), buffers=buffers)
-        run.contents.update(fingerprint.inputs, **fingerprint.hashes)
+        run.contents.update(fingerprint.inputs, **fingerprint.fingerprints)
         self._run, self._config, self._fingerprint, self._total_steps = run, config, fingerprint, total_steps
         self._metrics = metrics
         self._saver = Saver(run, fingerprint, keep=config.keep_checkpoints, background=config.save_in_background)

@@ -6,7 +6,7 @@ Each stage has its own loop, loss, evaluation and model folder.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -74,15 +74,9 @@ class Supervised(Generic[C, B]):
             metrics: what the stage declares.
             shown: those of the progress line.
         """
-        settings, engines = self.config.run, {"model": self.engine}
-        fingerprint = run_fingerprint(
-            self.config,
-            models=self.config.start_paths,
-            data={"training rows": self.loader.rows},
-            ranks=self.run.world.size,
-        )
-        fingerprint = replace(fingerprint, total_steps=self.total_steps)
-        resumed = checkpoint.load(self.run, settings.resumes_from, engines, fingerprint, force=settings.force_resume)
+        engines, rows = {"model": self.engine}, {"training rows": self.loader.rows}
+        fingerprint = run_fingerprint(self.config, rows, ranks=self.run.world.size, total_steps=self.total_steps)
+        resumed = checkpoint.load(self.run, engines, fingerprint)
         state = state_type(**resumed.state) if resumed else state_type()
         take_halved(state, self.config)
         take_folder(self.run)
@@ -90,7 +84,6 @@ class Supervised(Generic[C, B]):
             self.run,
             fingerprint,
             resumed_step=state.step if resumed else None,
-            total_steps=self.total_steps,
             metrics=metrics,
             engines=engines,
             counts=self.counts,

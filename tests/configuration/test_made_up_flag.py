@@ -16,7 +16,7 @@ from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import ModelConfig
 from pipeline.configuration.help import help_text
 from pipeline.configuration.resolved import Resolved
-from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
+from pipeline.configuration.resume_rules import check_resumed, record_of, values_by_rule
 from pipeline.errors import InputError
 from rlhf.stages import STAGES
 from rlhf.train_plan import make_plan
@@ -94,8 +94,8 @@ def test_train_py_takes_it_as_an_override(tmp_path, monkeypatch):
 def resumed(*words: str) -> None:
     """Compare a run under `words` with a checkpoint that the defaults wrote."""
     before, after = parsed().config, parsed(*words).config
-    saved, current = (values_by_rule(config, "same") for config in (before, after))
-    check_same_settings(Path("step-1"), saved, current, defaults=defaults_of(after))
+    saved, current = (record_of(config, None, "same") for config in (before, after))
+    check_resumed(Path("step-1"), saved, current, after)
 
 
 def test_a_resumed_run_follows_what_its_field_says():
@@ -107,7 +107,7 @@ def test_a_resumed_run_follows_what_its_field_says():
 
 def test_a_checkpoint_that_compared_it_under_an_older_rule_is_resumed():
     current, older = values_by_rule(parsed().config, "same"), {"made_up_size": 9}
-    check_same_settings(Path("step-1"), current | older, current, defaults=defaults_of(parsed().config))
+    check_resumed(Path("step-1"), {"settings": current | older}, {"settings": current}, parsed().config)
 
 
 def test_paths_are_checked(tmp_path):

@@ -20,7 +20,7 @@ from pipeline.engine import fragments
 from step1_sft.config import SFTConfig
 
 OS_CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
-FINGERPRINT = RunFingerprint(settings={"seed": 1}, hashes={"data": "abc"}, sizes={"rows": 8}, rounding={})
+FINGERPRINT = RunFingerprint(settings={"seed": 1}, fingerprints={"data": "abc"}, sizes={"rows": 8}, layout={})
 
 
 def make_engine() -> Any:

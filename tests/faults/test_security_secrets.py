@@ -7,9 +7,10 @@ import pytest
 from input_calls import call, stage_words
 from support.messages import naming
 
-from pipeline.configuration.resume_rules import check_same_settings
+from pipeline.configuration.resume_rules import check_resumed
 from pipeline.errors import InputError, dashed
 from pipeline.redact import MASK, masked, redacted
+from step3_ppo.config import PPOConfig
 
 FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 
@@ -126,10 +127,11 @@ def test_what_only_sounds_like_a_secret_stays(name: str) -> None:
 def test_a_checkpoint_of_before_that_holds_a_secret_is_compared_without_it() -> None:
     """Older versions wrote it; what differs besides is told, and the secret is not."""
 
-    def entry(secret: str, more: str = "a") -> dict[str, list[str]]:
-        return {"reward_function": [json.dumps({"name": "f.py:f", "args": {"token": secret, "answer_key": more}})]}
+    def entry(secret: str, more: str = "a") -> dict[str, dict[str, list[str]]]:
+        function = json.dumps({"name": "f.py:f", "args": {"token": secret, "answer_key": more}})
+        return {"settings": {"reward_function": [function]}}
 
-    check_same_settings(Path("step-1"), entry("canary"), entry(MASK))
+    check_resumed(Path("step-1"), entry("canary"), entry(MASK), PPOConfig())
     with pytest.raises(InputError) as caught:
-        check_same_settings(Path("step-1"), entry("canary"), entry(MASK, "b"))
+        check_resumed(Path("step-1"), entry("canary"), entry(MASK, "b"), PPOConfig())
     assert "canary" not in str(caught.value) and "answer_key" in str(caught.value)

@@ -9,7 +9,7 @@ from support.messages import naming
 
 from pipeline.configuration.flags import parse
 from pipeline.configuration.resolved import Resolved
-from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
+from pipeline.configuration.resume_rules import check_resumed, removed_flags, values_by_rule
 from pipeline.errors import InputError, dashed
 from rlhf.train_plan import make_plan
 from step3_ppo.config import PPOConfig
@@ -267,10 +267,11 @@ def test_a_flag_that_is_gone_is_refused_by_its_name(name):
 @pytest.mark.parametrize("name", GONE)
 def test_a_checkpoint_of_a_flag_that_is_gone_goes_on_only_if_it_had_its_default(name):
     config, (value, last) = parse(PPOConfig, [], section="ppo").config, GONE[name]
-    current, defaults = values_by_rule(config, "same"), defaults_of(config)
-    check_same_settings(Path("step-1"), current | {name: defaults[name].default}, current, defaults=defaults)
+    current, default = values_by_rule(config, "same"), removed_flags(config)[name].default
+    now = {"settings": current}
+    check_resumed(Path("step-1"), {"settings": current | {name: default}}, now, config)
     with pytest.raises(InputError, match=f"{dashed(name)}: removed after commit {last}: .*{re.escape(str(value))}"):
-        check_same_settings(Path("step-1"), current | {name: value}, current, defaults=defaults)
+        check_resumed(Path("step-1"), {"settings": current | {name: value}}, now, config)
 
 
 def settings_by(folder: Path, fp16: dict[str, int] | None) -> tuple[PPOConfig, dict]:
@@ -284,11 +285,11 @@ def test_a_checkpoint_that_had_it_resumes_where_the_json_says_the_same(tmp_path:
     config, current = settings_by(tmp_path, {"loss_scale_window": 500})
     before = current | {"loss_scale_window": 500}  # also what a version with the flag wrote, from flag or JSON
     assert current == before
-    check_same_settings(Path("step-1"), before, current, defaults=defaults_of(config))
+    check_resumed(Path("step-1"), {"settings": before}, {"settings": current}, config)
     for other in ({"loss_scale_window": 100}, None):
         config, now = settings_by(tmp_path, other)
         with pytest.raises(InputError, match="--loss-scale-window: removed .* got (100|1000), the checkpoint has 500"):
-            check_same_settings(Path("step-1"), before, now, defaults=defaults_of(config))
+            check_resumed(Path("step-1"), {"settings": before}, {"settings": now}, config)
 
 
 def test_train_says_of_a_flag_that_is_gone_what_to_do(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from support.tiny_run import make_folder
 from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerBase
 
 from pipeline.configuration.flags import parse
-from pipeline.configuration.resume_rules import batch_sizes, other_settings, settings_of
+from pipeline.configuration.resume_rules import differences, record_of
 from pipeline.data.cache import cache_key, load
 from pipeline.data.selection import DataOptions
 from pipeline.data.templates import encode_prompt
@@ -163,11 +163,11 @@ def test_without_the_flag_templates_caches_and_checkpoints_are_as_before(
     texts = [[tokenizer.decode(row["prompt_ids"]) for row in rows.train] for rows in (plain, switched)]
     assert texts[0] and [f"{text}<think></think>" for text in texts[0]] == texts[1]
     config = parse(SFTConfig, [], section="sft").config
-    saved = {"settings": settings_of(config, "same"), "sizes": batch_sizes(config, 1)}
+    saved = record_of(config, 1, "same")
     del saved["settings"]["chat_template_kwargs"]  # as an earlier version wrote it
     for words, number in (([], 0), (["none"], 0), (["enable_thinking=false"], 1)):
         asked = parse(SFTConfig, ["--chat-template-kwargs", *words] if words else [], section="sft").config
-        found = list(other_settings(saved, asked, "same", ranks=1, holder="the checkpoint"))
+        found = list(differences(saved, record_of(asked, 1, "same"), asked))
         assert len(found) == number and all(line.startswith("--chat-template-kwargs: got") for line in found)
 
 

@@ -21,6 +21,7 @@ from benchmarks.speed.random_models import config_of
 from pipeline.configuration.flags import flag_words, parse, scan
 from pipeline.configuration.origins import COMMAND_LINE, Kind, Origin
 from pipeline.configuration.rank_rules import Choice
+from pipeline.configuration.resume_rules import record_of
 from pipeline.configuration.stage import Stage
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.launching.request import LaunchRequest, parse_request
@@ -125,7 +126,7 @@ def run_that_goes_on(folder: Path, target: Target) -> Any:
     words = flag_words({"model": folder / "125m", "train_batch_size": 96, "output_dir": folder / "out/sft"})
     given = parse(SFTConfig, words, section="sft")
     checkpoint = SFT.run_folder(given.config.run) / "checkpoints/step-3"
-    write_state(checkpoint, {"settings": {}})
+    write_state(checkpoint, record_of(given.config, None, "same"))
     entries = {
         name: {"value": value, **Origin(Kind.PLAN, str(target)).entry} for name, value in ((MICRO, 2), (STEPS, 48))
     }

@@ -9,10 +9,10 @@ from support.saved_state import write_state
 
 from pipeline.configuration.flags import parse
 from pipeline.configuration.origins import Kind, Origin
-from pipeline.configuration.resume_rules import batch_sizes, check_same_settings, defaults_of, values_by_rule
+from pipeline.configuration.resume_rules import check_resumed, differences, record_of, values_by_rule
 from pipeline.errors import InputError
 from pipeline.files import OURS, check_replaceable
-from pipeline.run.earlier_runs import changed_contents, chosen_before, clear, input_contents, is_finished, write_done
+from pipeline.run.earlier_runs import chosen_before, clear, input_contents, is_finished, write_done
 from step1_sft.config import SFTConfig
 from step1_sft.stage import STAGE as SFT
 from step3_ppo.config import PPOConfig
@@ -45,7 +45,7 @@ def finish(folder, *, steps=5, with_model=True, **changes):
     return folder / "runs"
 
 
-def differences(run, config, *, ranks=1) -> list[str]:
+def refused(run, config, *, ranks=1) -> list[str]:
     return refusal(is_finished, run, config, ranks=ranks)
 
 
@@ -114,7 +114,7 @@ def test_a_finished_run_of_other_settings_data_or_models_is_named(tmp_path, name
     changes, line = OTHERS[name]
     run = finish(tmp_path)
     filled = {flag: str(value).format(tmp_path) for flag, value in changes.items()}
-    found, hint = differences(run, sft(tmp_path, **filled))
+    found, hint = refused(run, sft(tmp_path, **filled))
     assert found == naming(line.format(tmp_path))
     assert hint == naming("--output-dir ... --overwrite")
     assert ("--max-steps above 5" in hint) == (name in ("epochs", "fewer steps")), "more steps do not mend a setting"
@@ -123,7 +123,7 @@ def test_a_finished_run_of_other_settings_data_or_models_is_named(tmp_path, name
 def test_whole_epochs_are_more_than_a_run_that_was_stopped_by_max_steps(tmp_path):
     run = finish(tmp_path, max_steps=5)
     assert is_finished(run, sft(tmp_path, max_steps=5, num_train_epochs=3), ranks=1), "the steps decide"
-    assert differences(run, sft(tmp_path))[0] == naming("--max-steps ... 0 (whole epochs) ... 5 steps")
+    assert refused(run, sft(tmp_path))[0] == naming("--max-steps ... 0 (whole epochs) ... 5 steps")
 
 
 def test_changed_content_under_the_same_path_is_a_difference(tmp_path):
@@ -131,7 +131,7 @@ def test_changed_content_under_the_same_path_is_a_difference(tmp_path):
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"prompt": "c", "response": "d"}\n')
     (tmp_path / "base" / "model.safetensors").write_bytes(bytes(64))
-    lines = differences(run, sft(tmp_path))
+    lines = refused(run, sft(tmp_path))
     assert [line.partition(":")[0] for line in lines[:2]] == ["--data-path", "--model-name-or-path"]
 
 
@@ -141,17 +141,17 @@ def test_of_several_sources_the_changed_one_is_named(tmp_path):
     make_inputs(tmp_path)
     config = sft(tmp_path, **both)
     config = config.replace(data=config.data.replace(data_path=[*config.data.data_path, f"{tmp_path}/more.jsonl"]))
-    before = input_contents(config)
+    before = {"inputs": input_contents(config)}
     (tmp_path / "more.jsonl").write_text('{"prompt": "x", "response": "z"}\n')
-    (line,) = changed_contents(config, before, input_contents(config), "the checkpoint")
+    (line,) = differences(before, {"inputs": input_contents(config)}, config)
     assert line == naming(f"--data-path ... {tmp_path}/more.jsonl ... checkpoint")
 
 
 def save_checkpoint(run, config, step=3, *, settings=None) -> Path:
     """What a checkpoint of that run says of it, as far as it is read before a start."""
     folder = run / "checkpoints" / f"step-{step}"
-    settings = values_by_rule(config, "same") | (settings or {})
-    write_state(folder, {"step": step, "settings": settings, "sizes": batch_sizes(config, 1)})
+    record = record_of(config, 1, "same")
+    write_state(folder, {"step": step, **record, "settings": record["settings"] | (settings or {})})
     return folder
 
 
@@ -170,7 +170,7 @@ def save_checkpoint(run, config, step=3, *, settings=None) -> Path:
 def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_loaded(tmp_path, done, changes, line):
     run = finish(tmp_path) if done else tmp_path / "runs"
     folder = save_checkpoint(run, sft(tmp_path))
-    found, hint = differences(run, sft(tmp_path, max_steps=6, **changes))
+    found, hint = refused(run, sft(tmp_path, max_steps=6, **changes))
     assert (
         found == naming(line) and hint.startswith(f"{folder}: ") and "--overwrite" in hint and "--force-resume" in hint
     )
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_loaded(tmp
 def test_fewer_steps_than_the_checkpoint_has_are_refused_with_two_ways_out(tmp_path, named):
     folder = save_checkpoint(tmp_path / "runs", sft(tmp_path), step=270)
     flags = {"resume": folder} if named else {}
-    (line,) = differences(tmp_path / "runs", sft(tmp_path, max_steps=100, **flags))
+    (line,) = refused(tmp_path / "runs", sft(tmp_path, max_steps=100, **flags))
     assert line == naming(f"--max-steps 100 ... {folder} ... step 270 ... larger number")
     assert f"`rlhf export {folder} --output FOLDER`" in line
     for more in (270, 271, 0):
@@ -207,7 +207,7 @@ def test_the_checkpoint_that_is_named_is_compared(tmp_path):
     run, other = tmp_path / "runs", tmp_path / "elsewhere"
     save_checkpoint(run, sft(tmp_path))
     named = save_checkpoint(other, sft(tmp_path, seed=7))
-    (line, _) = differences(run, sft(tmp_path, resume=named))
+    (line, _) = refused(run, sft(tmp_path, resume=named))
     assert line == naming("--seed ... 1234 ... checkpoint ... 7")
     assert not is_finished(run, sft(tmp_path, seed=7, resume=named), ranks=1)
 
@@ -248,11 +248,11 @@ def test_clearing_takes_what_could_be_mistaken_and_leaves_the_rest(tmp_path):
 def test_settings_that_decide_what_is_learned_must_be_the_same(tmp_path):
     before, after = SFTConfig(), SFTConfig()
     longer = after.replace(run=after.run.replace(max_steps=9, save_steps=3).model_dump())
-    check_same_settings(tmp_path, values_by_rule(before, "same"), values_by_rule(longer, "same"))
+    check_resumed(tmp_path, record_of(before, 1, "same"), record_of(longer, 1, "same"), longer)
     other = after.replace(model=after.model.replace(learning_rate=1e-2, lora_dim=4).model_dump())
-    with pytest.raises(InputError) as refused:
-        check_same_settings(tmp_path, values_by_rule(before, "same"), values_by_rule(other, "same"))
-    lines = str(refused.value).splitlines()
+    with pytest.raises(InputError) as error:
+        check_resumed(tmp_path, record_of(before, 1, "same"), record_of(other, 1, "same"), other)
+    lines = str(error.value).splitlines()
     assert lines[0] == naming("--learning-rate ... 0.01 ... checkpoint ... 1e-05")
     assert lines[1] == naming("--lora-dim ... 4 ... checkpoint ... 0")
     assert "--overwrite" in lines[2]
@@ -267,7 +267,7 @@ def test_flags_that_cut_the_work_may_change(tmp_path):
         sampling=config.sampling.replace(**sampling).model_dump(),
         deepspeed=config.deepspeed.replace(zero3_gather="layers").model_dump(),
     )
-    check_same_settings(tmp_path, values_by_rule(config, "same"), values_by_rule(other, "same"))
+    check_resumed(tmp_path, record_of(config, 1, "same"), record_of(other, 1, "same"), other)
     assert (
         values_by_rule(other, "rounding")["zero3_gather"] == "layers"
         and values_by_rule(other, "rounding")["rollout_weights"] == "whole"
@@ -278,12 +278,12 @@ def test_a_checkpoint_that_does_not_know_a_flag_had_its_default(tmp_path):
     config = PPOConfig()
     older = {name: value for name, value in values_by_rule(config, "same").items() if name not in ("kl_coef", "top_k")}
     older["generation_engine"] = "eager"  # compared in an older version, and no longer
-    check_same_settings(tmp_path, older, values_by_rule(config, "same"), defaults=defaults_of(config))
+    check_resumed(tmp_path, {"settings": older}, record_of(config, 1, "same"), config)
     other = config.replace(ppo=config.ppo.replace(kl_coef=0.5).model_dump())
     with pytest.raises(InputError, match=naming("--kl-coef ... 0.5 ... checkpoint ... 0.1")):
-        check_same_settings(tmp_path, older, values_by_rule(other, "same"), defaults=defaults_of(other))
+        check_resumed(tmp_path, {"settings": older}, record_of(other, 1, "same"), other)
     with pytest.raises(InputError, match=naming("--gone ... None ... checkpoint ... 3")):
-        check_same_settings(tmp_path, older | {"gone": 3}, values_by_rule(config, "same"), defaults=defaults_of(config))
+        check_resumed(tmp_path, {"settings": older | {"gone": 3}}, record_of(config, 1, "same"), config)
 
 
 def test_step_3_writes_several_model_folders():

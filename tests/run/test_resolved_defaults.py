@@ -12,11 +12,11 @@ from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.resolved import Resolved
-from pipeline.configuration.resume_rules import defaults_of, settings_of
+from pipeline.configuration.resume_rules import check_resumed, defaults_of, record_of, values_by_rule
 from pipeline.errors import InputError
 from pipeline.preparation.dry_run import show_flags
 from pipeline.run import run as run_module
-from pipeline.run.earlier_runs import check_resumed, checkpoint_state
+from pipeline.run.earlier_runs import checkpoint_state
 from pipeline.run.entry import read_flags
 from pipeline.run.evaluations import unfinished_answers
 from pipeline.run.resolve import not_given, with_choice
@@ -46,7 +46,7 @@ def read(section: str, words: str = "") -> Resolved:
 
 
 def values(section: str, words: str = "") -> dict[str, object]:
-    return settings_of(read(section, words).config, "same")
+    return values_by_rule(read(section, words).config, "same")
 
 
 def save(section: str, words: str, *, done: bool = False, without: tuple[str, ...] = (), **changes: object) -> None:
@@ -134,11 +134,11 @@ def test_a_run_from_before_goes_on_with_its_values(section, words, before, kind)
     without = tuple(before) if kind == "without the flags" and 5e-6 not in before.values() else ()
     save(section, words, done=kind == "finished", without=without, **before)
     resolved = read(section, words)
-    found = settings_of(resolved.config, "same")
+    found = values_by_rule(resolved.config, "same")
     assert {name: found[name] for name in before} == before
     assert all(str(resolved.origins[name]) == "auto: as run has it" for name in before)
     if kind != "finished":
-        check_resumed(*checkpoint_state(Path("run"), "auto"), resolved.config, None)
+        check_resumed(*checkpoint_state(Path("run"), "auto"), record_of(resolved.config, None, "same"), resolved.config)
     assert not list(idle_flags(resolved.config, resolved.origins))
     assert values(section, f"{words} --resume never") != found, "a new run has the new values"
 
@@ -147,7 +147,7 @@ def test_a_value_that_is_given_is_compared_with_that_of_the_run():
     save("dpo", RANK["dpo"], lora_learning_rate=OLD_RATE)
     resolved = read("dpo", f"{RANK['dpo']} --lora-learning-rate 1e-5")
     with pytest.raises(InputError, match=naming("--lora-learning-rate ... 1e-05 ... checkpoint ... 0.0005")):
-        check_resumed(*checkpoint_state(Path("run"), "auto"), resolved.config, None)
+        check_resumed(*checkpoint_state(Path("run"), "auto"), record_of(resolved.config, None, "same"), resolved.config)
 
 
 def test_what_a_checkpoint_does_not_know_is_what_older_versions_did():

@@ -17,7 +17,7 @@ from pipeline.checkpoints.checkpoint import PACKAGES, log_differences
 from pipeline.configuration.flags import parse
 from pipeline.configuration.rank_rules import Choice, with_ranks
 from pipeline.configuration.resolved import Resolved
-from pipeline.configuration.resume_rules import batch_sizes, defaults_of, values_by_rule
+from pipeline.configuration.resume_rules import record_of, values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
 from pipeline.run import run as run_module
@@ -266,21 +266,21 @@ def test_the_same_command_resumes_without_a_word_of_other_settings(tmp_path, cap
     words = f"{GENERATED} 8 --per-device-train-batch-size 4 --output-dir {tmp_path}/out --data-split none".split()
     began = with_ranks(read_flags(STAGE, words), 1).config
     checkpoint = STAGE.run_folder(began.run) / "checkpoints/step-3"
-    saved = {"layout": values_by_rule(began, "rounding"), "settings": values_by_rule(began, "same"), "world_size": 1}
-    saved |= {"step": 3, "sizes": batch_sizes(began, 1), "versions": {name: version(name) for name in PACKAGES}}
+    saved = record_of(began, 1, "same") | {"layout": values_by_rule(began, "rounding"), "world_size": 1}
+    saved |= {"step": 3, "versions": {name: version(name) for name in PACKAGES}}
     write_state(checkpoint, saved)
     (checkpoint.parents[1] / "env.json").write_text(json.dumps({"stage": "ppo", "versions": {}}))
     goes_on = with_ranks(read_flags(STAGE, [*words, *changes.split()]), 1).config
     assert (began.sampling.generation_batches, goes_on.sampling.rollout_batch_size) == (1, 8)
     with caplog.at_level(logging.WARNING):
-        log_differences(checkpoint, saved, values_by_rule(goes_on, "rounding"), defaults_of(goes_on))
+        log_differences(checkpoint, saved, values_by_rule(goes_on, "rounding"), goes_on)
     told = [naming("actor_zero_stage 0 -> 1 ... up to rounding")] if changes else []
     assert caplog.messages == told
     for value, more in (("auto", 0), ("fp32", 1)):  # of a version that had this flag
         saved["layout"]["communication_data_type"] = value
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            log_differences(checkpoint, saved, values_by_rule(goes_on, "rounding"), defaults_of(goes_on))
+            log_differences(checkpoint, saved, values_by_rule(goes_on, "rounding"), goes_on)
         assert len(caplog.messages) == max(len(told), more)
         assert ("communication_data_type fp32 -> auto" in caplog.text) == bool(more)
 

@@ -12,7 +12,7 @@ from support.tiny_run import read_metrics
 from transformers import AutoTokenizer
 
 from pipeline.configuration.flags import parse
-from pipeline.configuration.resume_rules import batch_sizes, other_settings, settings_of
+from pipeline.configuration.resume_rules import differences, record_of
 from step3_ppo.config import PPOConfig
 from step3_ppo.rollout import make_sampling, sampling_line
 
@@ -86,10 +86,10 @@ def test_settings_and_the_rule_of_resumed_runs() -> None:
     )
     assert make_sampling(plain).stop == () and make_sampling(stopping).stop == ("\n\nHuman:", "</s>")
     assert "ended by id 2; one" in sampling_line(plain, [2], {})
-    saved = {"settings": settings_of(plain, "same"), "sizes": batch_sizes(plain, 1)}
+    saved = record_of(plain, 1, "same")
     del saved["settings"]["stop_strings"]  # as an earlier version wrote it
-    assert list(other_settings(saved, plain, "same", ranks=1, holder="the checkpoint")) == []
-    (line,) = other_settings(saved, stopping, "same", ranks=1, holder="the checkpoint")
+    assert list(differences(saved, record_of(plain, 1, "same"), plain)) == []
+    (line,) = differences(saved, record_of(stopping, 1, "same"), stopping)
     assert line == naming(r"--stop-strings ... ['\n\nHuman:', '</s>'] ... checkpoint ... []")
 
 

@@ -53,10 +53,8 @@ def make_control(
         resolved=Resolved(config, {}), stopped=lambda step, total: StoppedRun(f"{step} of {total}"), contents={},
         rows=rows or {},
     )  # fmt: skip
-    fingerprint = RunFingerprint(settings={}, hashes={}, sizes={}, rounding={}, inputs={"data_path": ["abc:1"]})
-    control = RunControl(
-        run, fingerprint, resumed_step=resumed_step, total_steps=9, metrics=METRICS, engines={}, counts=Counts()
-    )
+    fingerprint = RunFingerprint({}, {}, {}, {}, inputs={"data_path": ["abc:1"]}, total_steps=9)
+    control = RunControl(run, fingerprint, resumed_step=resumed_step, metrics=METRICS, engines={}, counts=Counts())
     control._saver = Saves(full=full)
     return control
 
