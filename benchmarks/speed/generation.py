@@ -5,7 +5,6 @@ it.
 """
 
 import argparse
-import importlib
 import json
 import os
 import sys
@@ -81,10 +80,6 @@ def measure(run: Any, config: Any) -> None:
         }
 
 
-def no_dry_run(*_: Any) -> None:
-    """Take the place of a stage's dry run, which no row asks for."""
-
-
 def main() -> None:
     """Measure in the surroundings that the stage makes: process group, run folder, configuration."""
     cut = sys.argv.index("--")
@@ -96,12 +91,10 @@ def main() -> None:
     options = parser.parse_args(sys.argv[1:cut])
     BATCHES.update(sizes=[int(size) for size in options.batches.split(",")], **vars(options))
 
-    from pipeline.preparation.own_ranks import choose_for_run
+    from pipeline.preparation.rank import enter
     from step3_ppo.stage import STAGE
 
-    entry = importlib.import_module("pipeline.run.entry")
-    stage = replace(STAGE, loop=lambda: measure)
-    code = entry.enter(stage, sys.argv[cut + 1 :], dry_run=no_dry_run, choose=choose_for_run, write_report=no_dry_run)
+    code = enter(replace(STAGE, loop=lambda: measure), [*sys.argv[cut + 1 :], "--report", "false"])
     if code == 0:
         print(json.dumps(FOUND), flush=True)
     os._exit(code)

@@ -1,28 +1,23 @@
-"""Entry points: start and end a stage, or a small command that is no stage.
+"""Read the flags of a stage, start and end a small command that is no stage, and leave a process.
 
-A stage first reads its flags, in milliseconds: only a DeepSpeed JSON takes an import of deepspeed, of seconds. Then it
-imports torch and runs its loop. This module imports no torch.
+Flags are read in milliseconds: only a DeepSpeed JSON takes an import of deepspeed, of seconds. This module imports no
+torch.
 """
 
 import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse, stage_arguments
 from pipeline.configuration.groups import Group
-from pipeline.configuration.rank_rules import with_ranks
 from pipeline.configuration.resolved import Resolved
-from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage
 from pipeline.console import outlive_console, raise_on_interrupt
 from pipeline.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
-    EXIT_STOPPED,
     EnvironmentFault,
     InputError,
     RunError,
@@ -30,92 +25,8 @@ from pipeline.errors import (
     print_error,
     say,
 )
-from pipeline.hub import check_push
-from pipeline.processes import WAITS, let_threads_sleep, wait_for_go
-from pipeline.rendezvous import check_environment, check_launched, num_ranks
-from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
-from pipeline.run.stop_request import StopRequest, quit_now
-
-if TYPE_CHECKING:
-    from pipeline.run.resolve import Choose
-
-EARLY = "stopped before the first step, with nothing to save; the same command starts again"
-
-
-def enter(
-    stage: Stage,
-    argv: list[str] | None,
-    *,
-    dry_run: Callable[[Stage, Resolved], None],
-    choose: "Choose",
-    write_report: Callable[[Path, Resolved], None],
-) -> int:
-    """Parse the flags of a stage and run its loop; returns the exit code of docs/contribute/design.md, section 3.
-
-    Args:
-        dry_run: (stage, flags) runs on rank 0 instead of the loop in a dry run.
-        choose: (stage, flags) returns on rank 0 the values of flags that are `auto`.
-        write_report: (folder of the run, flags) runs last on rank 0, if no supervisor writes the report.
-    """
-    outlive_console()
-    let_threads_sleep()
-    if WAITS in os.environ:
-        stage.loop()  # a rank that was started early imports its loop while it waits
-        if not wait_for_go():
-            return EXIT_STOPPED
-    try:
-        check_environment()
-    except RunError as error:
-        return print_error(error)  # each process prints it: the environment does not tell which is the first
-    try:
-        check_srun()
-        resolved = read_flags(stage, stage_arguments(argv))
-        if not resolved.config.run.starts_nothing:  # a dry run plans for other ranks
-            check_launched()
-            resolved = with_ranks(resolved, num_ranks())
-        check_supervised(resolved.config.run)
-        if own_rank() == 0 and not resolved.config.run.starts_nothing:
-            check_push(resolved.config.run.push_to_hub)
-    except RunError as error:
-        return print_error(error) if is_first_process() else error.code
-    if resolved.config.run.starts_nothing:
-        return run_command(lambda: dry_run(stage, resolved)) if own_rank() == 0 else EXIT_DONE
-    run_dir = stage.run_folder(resolved.config.run)
-    # Before torch, whose import takes seconds: from now on signals count, and the supervisor sees this rank.
-    stop = StopRequest(lambda: leave_early(run_dir))
-    if supervisor_name() is not None:
-        write_outcome(run_dir, own_rank(), None, "running")
-    from pipeline.run.run import run_stage
-
-    code = run_stage(stage, resolved, choose=choose, stop=stop)
-    if own_rank() == 0 and supervisor_name() is None:
-        write_report(run_dir, resolved)
-    return code
-
-
-def check_supervised(run: RunConfig) -> None:
-    """Raise InputError for --auto measure without a supervisor, which tries settings before ranks start."""
-    if run.auto == "measure" and supervisor_name() is None and not run.starts_nothing:
-        raise InputError(
-            "--auto measure: flags are chosen before ranks start: give it to `rlhf train --step N`, or to a launch "
-            "script: bash launch/single_gpu.sh N"
-        )
-
-
-def is_first_process() -> bool:
-    """Return True on rank 0, for a single rank, and in the first of several srun tasks that do not form ranks."""
-    return 0 in (own_rank(), num_ranks() - 1) and os.environ.get("SLURM_PROCID", "0") == "0"
-
-
-def check_srun() -> None:
-    """Raise EnvironmentFault if srun started several tasks that do not know of each other."""
-    tasks = os.environ.get("SLURM_NTASKS", "1")
-    if int(tasks) > 1 and num_ranks() == 1 and supervisor_name() is None:
-        raise EnvironmentFault(
-            f"SLURM_NTASKS is {tasks}, but this task is a run of one rank, as each of the others would be: start one "
-            "task per machine and the ranks by torchrun (srun --ntasks-per-node 1 torchrun --nproc_per_node GPUS ...; "
-            "docs/guides/slurm.md); for a single rank unset SLURM_NTASKS"
-        )
+from pipeline.processes import let_threads_sleep
+from pipeline.rendezvous import check_environment
 
 
 def read_flags(stage: Stage, argv: list[str], *, sections: Collection[str] = ()) -> Resolved:
@@ -133,14 +44,6 @@ def read_flags(stage: Stage, argv: list[str], *, sections: Collection[str] = ())
 
     check_outputs({stage: given.config})
     return with_command_rules({stage: given})[stage]
-
-
-def leave_early(run_dir: Path) -> None:
-    """End a rank that got a stop request before it has read its data and models."""
-    if supervisor_name() is not None:
-        write_outcome(run_dir, own_rank(), EXIT_STOPPED, EARLY)
-        quit_now("", EXIT_STOPPED)
-    quit_now(EARLY if own_rank() == 0 else "", EXIT_STOPPED)
 
 
 def leave(code: int) -> None:
