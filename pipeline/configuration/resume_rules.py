@@ -22,6 +22,7 @@ from pipeline.redact import masked
 
 log = logging.getLogger(__name__)
 
+Record = Mapping[str, Any]  # what state.json or done.json says of a run, or a part of that
 # Sizes over all ranks that checkpoints hold.
 ROWS, PROMPTS = "rows of an optimizer step", "prompts of a rollout"
 SAID_BY = {ROWS: "--train-batch-size", PROMPTS: "--rollout-batch-size over --num-samples-per-prompt"}
@@ -87,9 +88,7 @@ def record_of(config: StageConfig, ranks: int | None, *rules: OnResume) -> dict[
     return {"settings": values_by_rule(config, *rules)} | ({"sizes": batch_sizes(config, ranks)} if ranks else {})
 
 
-def check_resumed(
-    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], config: BaseModel, *, force: bool = False
-) -> None:
+def check_resumed(folder: Path, saved: Record, now: Record, config: BaseModel, *, force: bool = False) -> None:
     """Raise InputError, a line each, for what is not as a checkpoint has it; `force`: log the lines.
 
     Args:
@@ -102,9 +101,7 @@ def check_resumed(
         log.warning("resumed nevertheless: %s", line)
 
 
-def differences(
-    earlier: Mapping[str, Any], now: Mapping[str, Any], config: BaseModel, holder: str = "the checkpoint"
-) -> Iterator[str]:
+def differences(earlier: Record, now: Record, config: BaseModel, holder: str = "the checkpoint") -> Iterator[str]:
     """Yield a line for each difference in the parts that both records have.
 
     Args:
@@ -118,9 +115,7 @@ def differences(
 # --- the parts of a record, by their keys ---
 
 
-def changed_settings(
-    earlier: Mapping[str, Any], now: Mapping[str, Any], config: BaseModel, holder: str
-) -> Iterator[str]:
+def changed_settings(earlier: Record, now: Record, config: BaseModel, holder: str) -> Iterator[str]:
     """Yield a line for each flag that has another value.
 
     A flag that the earlier version did not know had its default. One that is not compared any more may have changed;
@@ -135,16 +130,14 @@ def changed_settings(
             yield f"{dashed(name)}: {why}got {got!r}, {holder} has {before.get(name)!r}"
 
 
-def changed_sizes(earlier: Mapping[str, int], now: Mapping[str, int], _: BaseModel, holder: str) -> Iterator[str]:
+def changed_sizes(earlier: Record, now: Record, _: BaseModel, holder: str) -> Iterator[str]:
     """Yield a line for each size of a batch over all ranks that is another one, with the flag that sets it."""
     for name, size in now.items():
         if size != earlier.get(name, size):
             yield f"{name}: got {size}, {holder} has {earlier[name]} ({SAID_BY[name]})"
 
 
-def changed_contents(
-    earlier: Mapping[str, Any], now: Mapping[str, Any], config: BaseModel, holder: str
-) -> Iterator[str]:
+def changed_contents(earlier: Record, now: Record, config: BaseModel, holder: str) -> Iterator[str]:
     """Yield a line for each flag that names data or a start model of another content, with the sources that changed."""
     table = values_by_rule(config, "data", "model")
     for name, content in now.items():
@@ -155,7 +148,7 @@ def changed_contents(
             yield f"{dashed(name)}: the content of {which or 'no path'} is not what {holder} was made of"
 
 
-def changed_hashes(earlier: Mapping[str, Any], now: Mapping[str, Any], _: BaseModel, holder: str) -> Iterator[str]:
+def changed_hashes(earlier: Record, now: Record, _: BaseModel, holder: str) -> Iterator[str]:
     """Yield a line for each of the prepared rows, start models and files of functions that has another hash."""
     for name in sorted(earlier.keys() | now.keys()):
         if (got := now.get(name)) != (was := earlier.get(name)):
