@@ -26,7 +26,7 @@ from pipeline.files import model_fingerprint
 from pipeline.models.source import ModelSource, num_positions
 from pipeline.preparation.preview import Sample, preview_lines, rows_document, samples_of
 from pipeline.run.data_split import data_of
-from pipeline.run.earlier_runs import checkpoint_state, data_contents, input_contents
+from pipeline.run.earlier_runs import checkpoint_state, input_contents
 from pipeline.run.logs import file_log
 from pipeline.run.run import Run
 
@@ -79,7 +79,7 @@ def check_rows(run_folder: Path, config: StageConfig, prepared: Iterable[Dataset
     folder, saved = checkpoint_state(run_folder, config.run.resumes_from)
     if config.run.force_resume or "inputs" not in saved:
         return
-    now, hashes = {"inputs": data_contents(config)}, saved["fingerprints"].values()
+    now, hashes = {"inputs": input_contents(config, models=False)}, saved["fingerprints"].values()
     if any(differences(saved, now, config)) and any(data_fingerprint(rows) not in hashes for rows in prepared):
         check_resumed(folder, saved, now, config)
 

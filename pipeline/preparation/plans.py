@@ -65,20 +65,18 @@ def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
     Raises InputError, EnvironmentFault: see `StagePlanner.memory`.
     """
     target = planner.target
-    origin = Origin(Kind.PLAN, str(target))
     before = {} if target.described else chosen_before(stage, resolved)
     # A choice of a version that wrote it as a preset names no hardware.
     if same := {name: value for name, (value, of) in before.items() if not of.source or target.is_same(of.source)}:
         with suppress(InputError):
             began = Candidate.of(planner, resolved, same)
             if fits(began.plan, target) or resolved.config.run.auto == "measure":  # which has seen that it fits
-                line = f"{choice_text(began.resolved)} (as the run began)"
-                return Choice(same, origin, line, expected(began, target))
+                return choice_of(began, target, f"{choice_text(began.resolved)} (as the run began)")
     if (best := fastest(planner, resolved)) is None:
         return Choice()
     hardware = ", ".join(sorted({origin.source for _, origin in before.values()}))
     why = "began with other flags" if same else f"began on {hardware}"
-    return choice_of(best, target, f"; anew, as the run {why}" if before else "")
+    return choice_of(best, target, f"{best.line}{f'; anew, as the run {why}' if before else ''}")
 
 
 def choose_at_start(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
@@ -88,7 +86,8 @@ def choose_at_start(stage: Stage, planner: StagePlanner, resolved: Resolved) -> 
         InputError: see `StagePlanner.memory`. EnvironmentFault: no change of flags makes the plan of --auto fit fit.
     """
     if measured := json.loads(os.environ.get(MEASURED, "{}")):
-        return choice_of(Candidate.of(planner, resolved, measured), planner.target, ", measured")
+        candidate = Candidate.of(planner, resolved, measured)
+        return choice_of(candidate, planner.target, f"{candidate.line}, measured")
     choice = choose(stage, planner, resolved)
     settings = choice.of(resolved, planner.target.num_gpus)
     if resolved.config.run.auto != "fit" or fits(planner.memory(settings), planner.target):
@@ -96,7 +95,7 @@ def choose_at_start(stage: Stage, planner: StagePlanner, resolved: Resolved) -> 
     candidate, target = Candidate.of(planner, resolved, fitting_flags(planner, resolved, settings)), planner.target
     if not fits(candidate.plan, target):
         raise EnvironmentFault(f"--auto fit: {verdict(candidate.plan, target)} ({target}); {NOT_ENOUGH}")
-    return choice_of(candidate, target)
+    return choice_of(candidate, target, candidate.line)
 
 
 def fitting_flags(planner: StagePlanner, resolved: Resolved, chosen: Resolved) -> dict[str, Any]:
@@ -117,10 +116,9 @@ def fitting_flags(planner: StagePlanner, resolved: Resolved, chosen: Resolved) -
     return {**answers.same.flags, **(rest.flags if rest else {})}
 
 
-def choice_of(candidate: Candidate, target: Target, more: str = "") -> Choice:
-    """Return the choice of a candidate; more: words behind its line."""
-    origin = Origin(Kind.PLAN, str(target))
-    return Choice(candidate.flags, origin, f"{candidate.line}{more}", expected(candidate, target))
+def choice_of(candidate: Candidate, target: Target, line: str) -> Choice:
+    """Return the choice of a candidate; line: it and what it gives, for people."""
+    return Choice(candidate.flags, Origin(Kind.PLAN, str(target)), line, expected(candidate, target))
 
 
 def expected(candidate: Candidate, target: Target) -> dict[str, Any]:

@@ -116,16 +116,11 @@ def is_unset(resolved: Resolved, name: str, origin: Origin) -> bool:
     return is_replaced and origin.replaced == resolved.values[name]
 
 
-def input_contents(config: StageConfig) -> dict[str, Any]:
-    """Return {flag: content} of all data and start models; a hub id stands for its content."""
-    return data_contents(config) | {
-        name: model_fingerprint(path) for name, path in values_by_rule(config, "model").items()
-    }
-
-
-def data_contents(config: StageConfig) -> dict[str, Any]:
-    """Return {flag: contents} of all data; see `data_content`."""
-    return {name: [data_content(path) for path in paths] for name, paths in values_by_rule(config, "data").items()}
+def input_contents(config: StageConfig, *, models: bool = True) -> dict[str, Any]:
+    """Return {flag: contents} of all data, and {flag: content} of start `models`; a hub id stands for its content."""
+    starts = values_by_rule(config, "model") if models else {}
+    data = {name: [data_content(path) for path in paths] for name, paths in values_by_rule(config, "data").items()}
+    return data | {name: model_fingerprint(path) for name, path in starts.items()}
 
 
 def data_content(text: str) -> str:
