@@ -162,17 +162,15 @@ class Choice:
         return with_ranks(resolved.changed(self.flags, chosen), ranks) if self.flags else resolved
 
 
-def evaluation_unit(resolved: Resolved) -> int:
-    """Return the rows of a batch that --eval-iters counts: those that were given, else the default, however chosen."""
-    if (origin := resolved.origins.get(EVALUATED, DEFAULT)).kind is Kind.PLAN:
-        return int(origin.replaced or flag_table(type(resolved.config))[EVALUATED].default)
-    return int(resolved.config.optimizer.per_device_eval_batch_size)
-
-
 def evaluated_rows(resolved: Resolved, num_rows: int, ranks: int) -> int:
-    """Return how many of `num_rows` held-out rows an evaluation takes: --eval-iters batches on each rank; 0: all."""
-    limit = int(resolved.config.run.eval_iters) * evaluation_unit(resolved) * ranks
-    return min(num_rows, limit or num_rows)
+    """Return how many of `num_rows` held-out rows an evaluation takes: --eval-iters batches on each rank; 0: all.
+
+    Its batches are of the rows that were given, else of the default, however many the plan chose.
+    """
+    config, batch = resolved.config, resolved.config.optimizer.per_device_eval_batch_size
+    if (origin := resolved.origins.get(EVALUATED, DEFAULT)).kind is Kind.PLAN:
+        batch = int(origin.replaced or flag_table(type(config))[EVALUATED].default)
+    return min(num_rows, config.run.eval_iters * batch * ranks or num_rows)
 
 
 def says_rollout(resolved: Resolved) -> bool:

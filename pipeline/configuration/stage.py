@@ -184,10 +184,6 @@ class Stage:
         """The command of one rank, as its user types it."""
         return f"python -m {self.package}.main"
 
-    def row_options(self, config: StageConfig) -> dict[str, Any]:
-        """Return the options of a run's rows: their kind, the shares that it takes, its name in messages about them."""
-        return {"title": self.section, **config.row_options}
-
     def lora_rates(self, config: StageConfig) -> dict[str, tuple[float, Origin]]:
         """Return {flag: (value, origin)} of the rates of LoRA, in a stage with a factor, that are unset."""
         values, factor = dict(flat_items(config)), config.lora_factor

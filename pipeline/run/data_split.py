@@ -49,7 +49,7 @@ def data_of(stage: Stage, config: StageConfig, *, seq2seq: bool = False) -> list
     """
     flags, length = config.data, getattr(config, "max_sequence_length", None)
     turns = {"train_turns": "last"} if seq2seq and hasattr(flags, "train_turns") else {}
-    data = [options_of(flags, **stage.row_options(config), **turns)]
+    data = [options_of(flags, title=stage.section, **config.row_options, **turns)]
     if text := getattr(flags, "unsupervised_data_path", None):
         given = {"mixture": flags.mixture, "data_output_path": flags.data_output_path}
         source = DataConfig(data_path=text, eval_fraction=0.0, **given)
@@ -80,15 +80,13 @@ def data_splits(
     notes = dict.fromkeys(stages, "")
     for group in [joined, *([stage] for stage in unset if stage not in joined)]:
         met = [reader for reader in decided if any(reader.meets(readers[stage]) for stage in group)]
-        split = next(
-            (reader.split for reader in met if all(has_share(one, stages[one], reader.split) for one in group)), ""
-        )
+        split = next((reader.split for reader in met if all(has_share(stages[one], reader.split) for one in group)), "")
         if met and not split:
             notes[group[0]] = NOTE.format(met[0].section, met[0].split)
         split = split or (split_among(group) if len(group) > 1 else ALL_ROWS)
         readers |= {stage: readers[stage]._replace(split=split) for stage in group}
     for stage, reader in readers.items():
-        if reader.split != ALL_ROWS and not has_share(stage, stages[stage], reader.split):
+        if reader.split != ALL_ROWS and not has_share(stages[stage], reader.split):
             fault = f"got {reader.split}, which has no row for stage {stage.number}"
             raise InputError(f"--data-split: {fault}; give it a share above 0, or {ALL_ROWS} for all rows")
     return {stage: (reader.split, notes[stage]) for stage, reader in readers.items()}
@@ -112,10 +110,10 @@ def other_readers(stages: Mapping[Stage, Resolved]) -> Iterator[Reader]:
             yield Reader(str(section), run_flags(folder).get("data_path", []), str(settings.get("data_split", SHARED)))
 
 
-def has_share(stage: Stage, given: Resolved, split: str) -> bool:
+def has_share(given: Resolved, split: str) -> bool:
     """Return True if a split has rows for a run that it does not have for other stages. Raises InputError."""
     sizes = parse_shares(split)
-    return sizes is not None and any(sizes[index] for index in stage.row_options(given.config)["shares"])
+    return sizes is not None and any(sizes[index] for index in given.config.row_options["shares"])
 
 
 def leaves_share(stage: Stage, config: StageConfig, flag: str, other: Path | None, *, runs_too: bool) -> bool:

@@ -11,16 +11,10 @@ from typing import IO
 from pipeline.errors import say
 from pipeline.processes import python_environment
 from pipeline.run.layout import stages_folder
-from pipeline.run.outcome import supervisor_name
 
 EVERY_S = 60.0  # between two starts, and before the first one: a shorter run only writes the last report
 SWITCH = "RLHF_REPORT"  # variable: `false` turns all reports off, also with --report
 LONGEST_S = 300.0  # limit for the last report
-
-
-def own_reporter(run_dir: Path, *, is_on: bool) -> "Reporter":
-    """Return the reporter that rank 0 uses for its run if no supervisor runs one."""
-    return Reporter(run_dir, is_on=is_on and supervisor_name() is None)
 
 
 class Reporter:

@@ -27,7 +27,7 @@ def write_meaning(run: Run, metrics: Mapping[str, Metric], *, start_step: int, t
         "stage": stage.section,
         "number": stage.number,
         "title": stage.title_of(config),
-        "rows": stage.row_options(config)["rows"],
+        "rows": config.row_options["rows"],
         "compared": [*stage.reached, *stage.compared],
         "steps": total_steps,
         "began": before.get("began", began),

@@ -21,7 +21,8 @@ from pipeline.heartbeat import beat
 from pipeline.hub import push
 from pipeline.run.earlier_runs import write_done
 from pipeline.run.host_storage import on_each_storage
-from pipeline.run.reporter import own_reporter
+from pipeline.run.outcome import supervisor_name
+from pipeline.run.reporter import Reporter
 from pipeline.run.run import Run
 from pipeline.training.halving import Buffers, Halving
 from pipeline.training.metrics import Metric
@@ -64,7 +65,8 @@ class RunControl:
         self.recorder = Recorder(
             run, config, start_step=start, total_steps=total_steps, metrics=metrics, shown=shown, models=engines
         )
-        self._reporter = own_reporter(run.folder, is_on=config.report and run.world.is_main)
+        reports = config.report and run.world.is_main and supervisor_name() is None  # which reports by itself
+        self._reporter = Reporter(run.folder, is_on=reports)
         self.stopping = Stopping(run)
         self.halving = Halving(run, engines.values(), buffers=buffers)
         run.contents.update(fingerprint.inputs, **fingerprint.fingerprints)
