@@ -40,7 +40,7 @@ def start_models(config: SFTConfig, base_of_output: Mapping[str, str]) -> list[S
         partial(check_settings, start, config.model, only_lora=config.deepspeed.only_optimize_lora),
     ]
     packages: list[Check] = [
-        *package_checks(config.model, config.optimizer, config.deepspeed),
+        *package_checks(config, config.model),
         partial(check_metric, config.eval_metric),
     ]
     return [StartModel("--model-name-or-path", path, start, check_language_model, packages, fits)]

@@ -51,7 +51,6 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         check_settings,
         check_teacher_tokens,
         package_checks,
-        weight_checks,
     )
     from pipeline.models.paths import check_language_model, check_model_path, check_reward_model
     from pipeline.models.reward_model import check_head, has_score_head
@@ -81,9 +80,7 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         if (role.is_trained or is_teacher) and models:
             check_tokens = check_teacher_tokens if is_teacher else check_critic_tokens
             fits.insert(0, partial(check_tokens, start, models[0].source, flag))
-        packages = weight_checks(settings, prefix)
-        if role.is_trained:
-            packages = package_checks(settings, config.optimizer, config.deepspeed, prefix)
+        packages = package_checks(config, settings, prefix, trains=role.is_trained)
         kind = check_reward_model if role.has_values else check_language_model
         kind = check_model_path if config.may_begin_head(role) else kind
         models.append(StartModel(flag, path, start, kind, packages, fits))

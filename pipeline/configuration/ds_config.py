@@ -265,12 +265,11 @@ def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Place
 
 def offloads(settings: DeepSpeedConfig, model: ModelConfig) -> dict[str, bool]:
     """Return what of a model is offloaded to host memory, by the flags of this model."""
-    shared = {"offload_optimizer": settings.offload, "offload_weights": settings.offload_parameters}
-    offloads: dict[str, Offload] = {
-        "offload_optimizer": model.offload_optimizer,
-        "offload_weights": model.offload_weights,
+    switches: dict[str, tuple[Offload, bool]] = {
+        "offload_optimizer": (model.offload_optimizer, settings.offload),
+        "offload_weights": (model.offload_weights, settings.offload_parameters),
     }
-    return {name: offloads[name] == "cpu" or (offloads[name] == "auto" and shared[name]) for name in offloads}
+    return {name: value == "cpu" or (value == "auto" and shared) for name, (value, shared) in switches.items()}
 
 
 def zero_block(settings: DeepSpeedConfig, model: ModelConfig, device: str) -> Json:

@@ -21,8 +21,8 @@ from transformers.utils import is_flash_attn_2_available
 
 from pipeline.configuration.ds_config import device_of
 from pipeline.configuration.ds_json import read_user_json
-from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
-from pipeline.configuration.stage import SupervisedConfig
+from pipeline.configuration.groups import ModelConfig
+from pipeline.configuration.stage import StageConfig, SupervisedConfig
 from pipeline.errors import EnvironmentFault, InputError, dashed
 from pipeline.models.decoders.architecture import longrope_limit
 from pipeline.models.decoders.families import fields_not_understood
@@ -88,23 +88,19 @@ def check_start_models(models: Sequence[StartModel]) -> list[ModelSource]:
     return [model.source for model in models]
 
 
-def package_checks(
-    settings: ModelConfig, optimizer: OptimizerConfig, deepspeed: DeepSpeedConfig, prefix: str = ""
-) -> list[Check]:
-    """Return the checks of packages that a trained model needs; `prefix` is that of its flags (actor_)."""
-    return [
-        partial(check_optimizer_states, optimizer.optimizer_states),
-        partial(check_disk_offload, deepspeed.deepspeed_config),
-        *weight_checks(settings, prefix),
-    ]
+def package_checks(config: StageConfig, settings: ModelConfig, prefix: str = "", *, trains: bool = True) -> list[Check]:
+    """Return the checks of packages that a model needs; those of an optimizer and of offload only if it is trained.
 
-
-def weight_checks(settings: ModelConfig, prefix: str) -> list[Check]:
-    """Return the checks of packages that a model needs, trained or not; `prefix` is that of its flags."""
-    return [
+    Args:
+        prefix: that of the model's flags (actor_).
+    """
+    checks = [
         partial(check_attention, settings.attn_implementation, dashed(prefix + "attn_implementation")),
         partial(check_quantization, settings.quantization, dashed(prefix + "quantization")),
     ]
+    states, file = config.optimizer.optimizer_states, config.deepspeed.deepspeed_config
+    of_training = [partial(check_optimizer_states, states), partial(check_disk_offload, file)]
+    return [*(of_training if trains else ()), *checks]
 
 
 def check_attention(implementation: str, flag: str) -> None:
@@ -165,7 +161,7 @@ def decoder_start(
     fits: list[Check] = [partial(check_decoder, start, flag), partial(check_positions, start, length, "--max-seq-len")]
     fits += [partial(one, start) for one in more]
     fits.append(partial(check_settings, start, config.model, only_lora=config.deepspeed.only_optimize_lora))
-    packages = package_checks(config.model, config.optimizer, config.deepspeed)
+    packages = package_checks(config, config.model)
     return StartModel(flag, path, start, check_kind, packages, fits)
 
 
