@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from pipeline.cache_memory import keeps_cache
 from pipeline.configuration.ds_config import Json
-from pipeline.configuration.groups import OptimizerStates
+from pipeline.configuration.stage import StageConfig
 from pipeline.device import bytes_of_cuda
 from pipeline.files import GIB
 from pipeline.launching.target import Target
@@ -132,17 +132,15 @@ def plan_memory(
     needs: StageNeeds,
     engines: Mapping[str, Json],
     target: Target,
+    config: StageConfig,
     *,
-    moments: OptimizerStates,
     dtype: str,
-    gather: str,
-    stores_logits: bool = False,
+    stores_logits: bool,
 ) -> MemoryPlan:
     """Count the memory of a stage.
 
     Args:
-        moments: precision of the optimizer states (--optimizer-states).
-        gather: when ZeRO stage 3 gathers weights (--zero3-gather).
+        config: its flags; --optimizer-states and --zero3-gather are read.
         stores_logits: as in `ModelUse`, of all models.
 
     Raises:
@@ -156,10 +154,10 @@ def plan_memory(
         role: states_of(
             sizes[role],
             engines[role],
-            moments if use.trained else None,
+            config.optimizer.optimizer_states if use.trained else None,
             ranks=ranks,
             device_bytes=on_device,
-            gather=gather,
+            gather=config.deepspeed.zero3_gather,
             on_cpu=target.is_cpu,
         )
         for role, use in uses.items()

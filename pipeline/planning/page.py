@@ -76,15 +76,8 @@ class StagePlanner:
     def counted(self, resolved: Resolved, *, stores_logits: bool) -> MemoryPlan:
         """Count the stage's memory with or without stored logits. Raises InputError, EnvironmentFault."""
         config, needs, engines = resolved.config, self.needs(resolved), self.jsons_of(resolved)
-        plan = plan_memory(
-            needs,
-            engines,
-            self.target,
-            moments=config.optimizer.optimizer_states,
-            dtype=self.dtype(resolved),
-            gather=config.deepspeed.zero3_gather,
-            stores_logits=stores_logits,
-        )
+        dtype = self.dtype(resolved)
+        plan = plan_memory(needs, engines, self.target, config, dtype=dtype, stores_logits=stores_logits)
         return with_checkpoint(plan, needs.models, engines, config.run, config.optimizer.optimizer_states)
 
     def seconds(self, resolved: Resolved, plan: MemoryPlan) -> Mapping[str, float]:
