@@ -206,9 +206,8 @@ def save_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], folde
     """Write the weights as safetensors, by transformers' names, with an index if they are sharded."""
     sampling = model.generation_config if model.can_generate() else None
     try:
-        if (
-            sampling is not None
-        ):  # transformers refuses to write published configurations with a temperature but no do_sample
+        # transformers refuses to write published configurations with a temperature but no do_sample.
+        if sampling is not None:
             model.generation_config = GenerationConfig()
         model.save_pretrained(folder, state_dict=weights, max_shard_size=SHARD_SIZE)
     finally:

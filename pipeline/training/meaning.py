@@ -31,10 +31,8 @@ def write_meaning(run: Run, metrics: Mapping[str, Metric], *, start_step: int, t
         "compared": [*stage.reached, *stage.compared],
         "steps": total_steps,
         "began": before.get("began", began),
-        "starts": [
-            *starts,
-            [start_step, run.world.size, began],
-        ],  # step, ranks, time; without starts whose steps are gone
+        # Step, ranks and time of each start, without those whose steps are gone.
+        "starts": [*starts, [start_step, run.world.size, began]],
         "start": dict(flat_items(config))[stage.path_flag(stage.first_prefix)],
         "outputs": [str(folder) for folder in config.outputs],
         "answers": config.makes_chat_model,
