@@ -33,7 +33,7 @@ from pipeline.errors import dashed
 from pipeline.files import readable
 from pipeline.run.data_split import data_splits
 from pipeline.run.earlier_runs import checkpoint_state, earlier_settings
-from pipeline.run.evaluations import run_settings
+from pipeline.run.evaluations import Settings, run_settings
 
 Choose = Callable[[Stage, Resolved], Choice]
 
@@ -84,8 +84,7 @@ def with_choice(stage: Stage, resolved: Resolved, choose: Choose, ranks: int) ->
     """
     from pipeline import dist  # it imports torch
 
-    values, origins = dist.on_main(lambda: not_given(resolved))
-    resolved = where_unset(resolved, values, origins)
+    resolved = where_unset(resolved, dist.on_main(lambda: not_given(resolved)))
     choice = dist.on_main(lambda: choose(stage, resolved))
     return applied(PLAN_RULES, resolved, Planned(choice, ranks)), choice
 
@@ -121,9 +120,7 @@ def with_earlier_rollout(resolved: Resolved, command: Command) -> Resolved:
 
 def with_lora_rates(resolved: Resolved, command: Command) -> Resolved:
     """Return the settings with LoRA's learning rates as multiples of those of all weights, in stages that have them."""
-    rates = command.stage.lora_rates(resolved.config)
-    origins = {name: origin for name, (_, origin) in rates.items()}
-    return where_unset(resolved, {name: rate for name, (rate, _) in rates.items()}, origins)
+    return where_unset(resolved, command.stage.lora_rates(resolved.config))
 
 
 def with_earlier_decisions(resolved: Resolved, command: Command) -> Resolved:
@@ -135,9 +132,9 @@ def with_earlier_decisions(resolved: Resolved, command: Command) -> Resolved:
 
 def with_earlier_defaults(resolved: Resolved, command: Command) -> Resolved:
     """Return the settings with what the run that resumes has of flags whose default was another one before."""
-    values = values_before(resolved.config) if command.earlier else {}
-    origins = dict.fromkeys(values, Origin(Kind.EARLIER_RUN, f"auto: as {command.folder} has it"))
-    return where_unset(resolved, {name: command.earlier.get(name, value) for name, value in values.items()}, origins)
+    before = values_before(resolved.config) if command.earlier else {}
+    origin = Origin(Kind.EARLIER_RUN, f"auto: as {command.folder} has it")
+    return where_unset(resolved, {name: (command.earlier.get(name, value), origin) for name, value in before.items()})
 
 
 def with_earlier_search(resolved: Resolved, command: Command) -> Resolved:
@@ -211,14 +208,14 @@ RULES: dict[str, tuple[Rule[Any], ...]] = {
 # --- what the rules are made of ---
 
 
-def not_given(resolved: Resolved) -> tuple[dict[str, Any], dict[str, Origin]]:
-    """Return the values of unset flags, and their origins."""
-    values = {name: value for name, value in resolved.values.items() if not resolved.is_given(name)}
-    return values, {name: resolved.origins[name] for name in values}
+def not_given(resolved: Resolved) -> Settings:
+    """Return value and origin of each unset flag."""
+    origins = resolved.origins
+    return {name: (value, origins[name]) for name, value in resolved.values.items() if not resolved.is_given(name)}
 
 
-def where_unset(resolved: Resolved, values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Resolved:
-    """Return the settings with other values of those of these flags that are unset, each with its origin."""
+def where_unset(resolved: Resolved, settings: Settings) -> Resolved:
+    """Return the settings with these values and origins of flags that are unset and have another value."""
     before = resolved.values
-    new = {name: value for name, value in values.items() if not resolved.is_given(name) and before[name] != value}
-    return resolved.changed(new, {name: origins[name] for name in new})
+    names = [name for name, (value, _) in settings.items() if not resolved.is_given(name) and before[name] != value]
+    return resolved.changed({name: settings[name][0] for name in names}, {name: settings[name][1] for name in names})

@@ -274,7 +274,8 @@ def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch, tmp_path):
     given = parse(stage.config, ["--data-path", "a.jsonl"], section="sft")
     resolved = with_command_rules({stage: given})[stage]
     of_rank_0 = not_given(given.changed({"data_split": "2,4,4"}))
-    monkeypatch.setattr(run_module.dist, "on_main", lambda work: of_rank_0 if type(work()) is tuple else work())
+    answers = iter((False, of_rank_0, Choice(), {}))  # finished, unset flags, choice, decisions
+    monkeypatch.setattr(run_module.dist, "on_main", lambda work: next(answers))
     world = run_module.dist.World(1, 2, None)  # type: ignore[arg-type]  # no device is used
     begin(Run(world, tmp_path, stage, resolved, StopRequest()), lambda stage, resolved: Choice())
     assert trained == ["2,4,4"]

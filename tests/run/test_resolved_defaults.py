@@ -161,7 +161,7 @@ def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch):
     elsewhere = read("dpo", words)
     save("dpo", words, lora_learning_rate=OLD_RATE)
     of_rank_0 = not_given(read("dpo", words))
-    dist = SimpleNamespace(on_main=lambda work: of_rank_0 if isinstance(work(), tuple) else work())
+    dist = SimpleNamespace(on_main=lambda work: of_rank_0 if isinstance(work(), dict) else work())
     monkeypatch.setattr(run_module.dist, "on_main", dist.on_main)
     found, _ = with_choice(stage, elsewhere, lambda stage, resolved: Choice(), 1)
     assert found.config.model.lora_learning_rate == OLD_RATE != elsewhere.config.model.lora_learning_rate

@@ -240,7 +240,7 @@ def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp
     (checkpoint.parents[1] / "env.json").write_text(json.dumps({"stage": "ppo", "versions": {}}))
     found = read_flags(STAGE, words)
     assert found.config.sampling.rollout_batch_size == 32
-    assert not_given(found)[0]["rollout_batch_size"] == 32, "hosts that do not see the checkpoint are told"
+    assert not_given(found)["rollout_batch_size"][0] == 32, "hosts that do not see the checkpoint are told"
     note = naming(f"--rollout-batch-size 32 ... 0 (default) ... {checkpoint}")
     assert with_ranks(found, 2).notes == (note,)
     config = with_ranks(found, 2).config
@@ -329,7 +329,8 @@ def test_rank_0_says_it_where_hosts_see_other_checkpoints(tmp_path, monkeypatch)
     seen = list[int]()
     fields = {name: getattr(STAGE, name) for name in STAGE.__dataclass_fields__}
     stage = Stage(**(fields | {"loop": lambda: lambda run, config: seen.append(config.rollout_size(2).responses)}))
-    monkeypatch.setattr(run_module.dist, "on_main", lambda work: of_rank_0 if type(work()) is tuple else work())
+    answers = iter((False, of_rank_0, Choice(), {}))  # finished, unset flags, choice, decisions
+    monkeypatch.setattr(run_module.dist, "on_main", lambda work: next(answers))
     world = run_module.dist.World(1, 2, None)  # type: ignore[arg-type]  # no device is used
     run = run_module.Run(world, tmp_path, stage, given, run_module.StopRequest())
     run_module.begin(run, lambda stage, resolved: Choice())

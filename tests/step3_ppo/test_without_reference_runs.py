@@ -125,7 +125,7 @@ def test_a_checkpoint_says_whether_its_run_has_one_where_nobody_does(folder, tmp
         is_finished(checkpoint.parents[1], read_flags(STAGE, [*given, "--log-kl", "false"]).config, ranks=1)
     # A host that does not see the checkpoint has what rank 0 has.
     of_rank_0 = not_given(found)
-    monkeypatch.setattr(dist, "on_main", lambda work: of_rank_0 if isinstance(value := work(), tuple) else value)
+    monkeypatch.setattr(dist, "on_main", lambda work: of_rank_0 if isinstance(value := work(), dict) else value)
     other, _ = with_choice(STAGE, resolved_of(folder, tmp_path), lambda stage, resolved: Choice(), 1)
     assert other.config.ppo.log_kl
 
