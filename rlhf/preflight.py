@@ -12,8 +12,9 @@ from pipeline.launching.hosts import chosen_hosts
 from pipeline.launching.machine import check_device_count, check_port
 from pipeline.preparation.dry_run import look_and_plan
 from pipeline.preparation.preflight import look_before_start
+from pipeline.preparation.stage_entry import read_flags
 from pipeline.processes import python_environment
-from pipeline.run.entry import leave, read_flags
+from pipeline.run.entry import leave
 from rlhf.stages import SECTIONS, stage_of
 from rlhf.train_config import TrainConfig
 from rlhf.train_plan import request_of

@@ -1,6 +1,6 @@
 """Command line of stage 1: `python -m step1_sft.main --model-name-or-path facebook/opt-1.3b --data-path ...`."""
 
-from pipeline.preparation.rank import enter
+from pipeline.preparation.stage_entry import enter
 from pipeline.run.entry import leave
 from step1_sft.stage import STAGE
 

@@ -1,6 +1,6 @@
 """Command line of stage 2: `python -m step2_reward.main --model-name-or-path facebook/opt-350m --data-path ...`."""
 
-from pipeline.preparation.rank import enter
+from pipeline.preparation.stage_entry import enter
 from pipeline.run.entry import leave
 from step2_reward.stage import STAGE
 

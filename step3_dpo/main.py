@@ -1,6 +1,6 @@
 """Command line of stage 3 by DPO: `python -m step3_dpo.main --model-name-or-path output/sft --data-path ...`."""
 
-from pipeline.preparation.rank import enter
+from pipeline.preparation.stage_entry import enter
 from pipeline.run.entry import leave
 from step3_dpo.stage import STAGE
 

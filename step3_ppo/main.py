@@ -1,6 +1,6 @@
 """Command line of stage 3: `python -m step3_ppo.main --actor-model-name-or-path output/sft ...`."""
 
-from pipeline.preparation.rank import enter
+from pipeline.preparation.stage_entry import enter
 from pipeline.run.entry import leave
 from step3_ppo.stage import STAGE
 

@@ -91,7 +91,7 @@ def main() -> None:
     options = parser.parse_args(sys.argv[1:cut])
     BATCHES.update(sizes=[int(size) for size in options.batches.split(",")], **vars(options))
 
-    from pipeline.preparation.rank import enter
+    from pipeline.preparation.stage_entry import enter
     from step3_ppo.stage import STAGE
 
     code = enter(replace(STAGE, loop=lambda: measure), [*sys.argv[cut + 1 :], "--report", "false"])

@@ -19,8 +19,8 @@ from pipeline.launching.remote_ranks import MEASURING, check_hosts
 from pipeline.launching.request import LaunchRequest
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
 from pipeline.preparation.dry_run import dry_run_stage
+from pipeline.preparation.stage_entry import read_flags
 from pipeline.processes import WAITS, Signals, end_with_parent, is_of_train, wait_for_go
-from pipeline.run.entry import read_flags
 from pipeline.run.lock import locked
 from pipeline.run.outcome import check_nobody_left, clear_outcomes
 from pipeline.run.reporter import Reporter

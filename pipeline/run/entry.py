@@ -1,19 +1,14 @@
-"""Read the flags of a stage, start and end a small command that is no stage, and leave a process.
-
-Flags are read in milliseconds: only a DeepSpeed JSON takes an import of deepspeed, of seconds. This module imports no
-torch.
-"""
+"""Start and end a small command that is no stage, and leave a process. The module imports no torch."""
 
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse, stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.configuration.resolved import Resolved
-from pipeline.configuration.stage import Stage
 from pipeline.console import outlive_console, raise_on_interrupt
 from pipeline.errors import (
     EXIT_DONE,
@@ -27,23 +22,6 @@ from pipeline.errors import (
 )
 from pipeline.processes import let_threads_sleep
 from pipeline.rendezvous import check_environment
-
-
-def read_flags(stage: Stage, argv: list[str], *, sections: Collection[str] = ()) -> Resolved:
-    """Parse the flags of a stage and check its folders, without writing anything.
-
-    Args:
-        sections: sections that a YAML file may have; empty: any.
-
-    Raises:
-        InputError: wrong flags, files or folders.
-    """
-    given = parse(stage.config, argv, section=stage.section, sections=sections, prog=stage.program)
-    from pipeline.run.output_checks import check_outputs
-    from pipeline.run.resolve import with_command_rules
-
-    check_outputs({stage: given.config})
-    return with_command_rules({stage: given})[stage]
 
 
 def leave(code: int) -> None:

@@ -15,7 +15,7 @@ from pipeline.files import GIB
 from pipeline.models.forward import causal_lm
 from pipeline.planning.fastest import Candidate
 from pipeline.planning.page import StagePlanner
-from pipeline.preparation import rank
+from pipeline.preparation import stage_entry
 from pipeline.preparation.plans import expected
 
 VOCABULARY, ROWS = 151_936, 24  # of Qwen2.5
@@ -109,7 +109,7 @@ def test_a_run_does_as_its_plan_says_with_equal_numbers(folder, tmp_path, monkey
     for stores in (False, True):
         recomputed.clear()
         choice = Choice({}, line="chosen", plan={"stores_logits": stores, "step_s": 1.0, "memory_gib": {}})
-        monkeypatch.setattr(rank, "choose_for_run", lambda *_, choice=choice: choice)
+        monkeypatch.setattr(stage_entry, "choose_for_run", lambda *_, choice=choice: choice)
         out = tmp_path / str(stores) / "sft"
         flags = start_flags("sft", folder) | {"per_device_train_batch_size": 4, "max_steps": 3, "output_dir": out}
         with undone_afterwards():

@@ -31,8 +31,8 @@ from pipeline.planning.fastest import ranked
 from pipeline.planning.page import fits
 from pipeline.preparation.measure import measured, seconds_of_steps, to_measure
 from pipeline.preparation.plans import MEASURED, choose_at_start, stage_planner
+from pipeline.preparation.stage_entry import read_flags
 from pipeline.preparation.stage_job import run_job
-from pipeline.run.entry import read_flags
 from step1_sft.config import SFTConfig
 from step1_sft.main import main as sft_main
 from step1_sft.stage import STAGE as SFT

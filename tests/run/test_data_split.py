@@ -15,9 +15,9 @@ from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
+from pipeline.preparation.stage_entry import read_flags
 from pipeline.run import run as run_module
 from pipeline.run.data_split import data_of
-from pipeline.run.entry import read_flags
 from pipeline.run.resolve import not_given, with_command_rules
 from pipeline.run.run import Run, begin
 from pipeline.run.stop_request import StopRequest

@@ -15,9 +15,9 @@ from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import check_resumed, defaults_of, record_of, values_by_rule
 from pipeline.errors import InputError
 from pipeline.preparation.dry_run import show_flags
+from pipeline.preparation.stage_entry import read_flags
 from pipeline.run import run as run_module
 from pipeline.run.earlier_runs import checkpoint_state
-from pipeline.run.entry import read_flags
 from pipeline.run.evaluations import unfinished_answers
 from pipeline.run.resolve import not_given, with_choice
 from rlhf.stages import stage_of

@@ -9,7 +9,7 @@ from support.run_words import run_stage
 
 from pipeline.configuration.flags import parse
 from pipeline.configuration.rank_rules import with_ranks
-from pipeline.run.entry import read_flags
+from pipeline.preparation.stage_entry import read_flags
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.needs import models_of, needs, old_log_probs
 from step3_ppo.stage import STAGE

@@ -20,9 +20,9 @@ from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import record_of, values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
+from pipeline.preparation.stage_entry import read_flags
 from pipeline.run import run as run_module
 from pipeline.run.earlier_runs import is_finished
-from pipeline.run.entry import read_flags
 from pipeline.run.resolve import not_given
 from rlhf.train_config import as_override
 from step3_ppo.config import PPOConfig

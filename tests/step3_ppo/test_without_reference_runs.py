@@ -19,9 +19,9 @@ from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import batch_sizes, memory_flags, values_by_rule
 from pipeline.errors import InputError
+from pipeline.preparation.stage_entry import read_flags
 from pipeline.reporting.page import write_report
 from pipeline.run.earlier_runs import is_finished
-from pipeline.run.entry import read_flags
 from pipeline.run.resolve import not_given, with_choice
 from step3_ppo.config import PPOConfig
 from step3_ppo.stage import STAGE

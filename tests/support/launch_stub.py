@@ -84,7 +84,7 @@ if codes and set(codes) == {0}:
     from pipeline.configuration.flag_table import flat_items
     from pipeline.errors import InputError
     from rlhf.stages import STAGES
-    from pipeline.run.entry import read_flags
+    from pipeline.preparation.stage_entry import read_flags
     from pipeline.run.earlier_runs import input_contents, write_done
 
     (kind,) = [kind for kind in STAGES if kind.package + ".main" == stage]

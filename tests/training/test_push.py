@@ -13,7 +13,7 @@ from support.run_words import run_words
 from pipeline import hub
 from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT
 from pipeline.preparation.preflight import look_before_start
-from pipeline.run.entry import read_flags
+from pipeline.preparation.stage_entry import read_flags
 from step1_sft.main import main as sft
 from step1_sft.stage import STAGE
 from step3_ppo.main import main as ppo

@@ -1,6 +1,6 @@
 """Command line of stage 4: `python -m step4_labelled.main --model-name-or-path output/sft ...`."""
 
-from pipeline.preparation.rank import enter
+from pipeline.preparation.stage_entry import enter
 from pipeline.run.entry import leave
 from step4_labelled.stage import STAGE
 

@@ -1,13 +1,14 @@
-"""The entry point of a stage's ranks: flags, dry run, the loop with flags that are `auto`, and the report.
+"""The entry of a stage: its flags, and on its ranks the dry run, the loop with flags that are `auto`, and the report.
 
-The module imports torch only when something is planned, and the parts of a run only when it starts, so that `--help`
-answers at once.
+Flags are read in milliseconds: only a DeepSpeed JSON takes an import of deepspeed, of seconds. The module imports torch
+only when something is planned, and the parts of a run only when it starts, so that `--help` answers at once.
 """
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
-from pipeline.configuration.flags import stage_arguments
+from pipeline.configuration.flags import parse, stage_arguments
 from pipeline.configuration.rank_rules import Choice, with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import RunConfig
@@ -17,7 +18,7 @@ from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputErro
 from pipeline.hub import check_push
 from pipeline.processes import WAITS, let_threads_sleep, wait_for_go
 from pipeline.rendezvous import check_environment, check_launched, num_ranks, own_slots
-from pipeline.run.entry import read_flags, run_command
+from pipeline.run.entry import run_command
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
 from pipeline.run.reporter import Reporter
 from pipeline.run.stop_request import StopRequest, quit_now
@@ -89,6 +90,23 @@ def check_srun() -> None:
             "task per machine and the ranks by torchrun (srun --ntasks-per-node 1 torchrun --nproc_per_node GPUS ...; "
             "docs/guides/slurm.md); for a single rank unset SLURM_NTASKS"
         )
+
+
+def read_flags(stage: Stage, argv: list[str], *, sections: Collection[str] = ()) -> Resolved:
+    """Parse the flags of a stage and check its folders, without writing anything.
+
+    Args:
+        sections: sections that a YAML file may have; empty: any.
+
+    Raises:
+        InputError: wrong flags, files or folders.
+    """
+    given = parse(stage.config, argv, section=stage.section, sections=sections, prog=stage.program)
+    from pipeline.run.output_checks import check_outputs
+    from pipeline.run.resolve import with_command_rules
+
+    check_outputs({stage: given.config})
+    return with_command_rules({stage: given})[stage]
 
 
 def leave_early(run_dir: Path) -> None:
