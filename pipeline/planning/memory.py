@@ -147,19 +147,12 @@ def plan_memory(
         InputError, EnvironmentFault: a model whose config cannot be read.
     """
     ranks, per_host = target.num_gpus, target.gpus
-    on_device = 0 if target.is_cpu else target.memory  # --zero3-gather auto compares with GPU memory only
+    on_device = 0 if target.is_cpu else target.memory
     uses = {use.role: replace(use, on_cpu=target.is_cpu, stores_logits=stores_logits) for use in needs.models}
     sizes = {role: model_size(use, dtype) for role, use in uses.items()}
+    moments, gather = config.optimizer.optimizer_states, config.deepspeed.zero3_gather
     states = {
-        role: states_of(
-            sizes[role],
-            engines[role],
-            config.optimizer.optimizer_states if use.trained else None,
-            ranks=ranks,
-            device_bytes=on_device,
-            gather=config.deepspeed.zero3_gather,
-            on_cpu=target.is_cpu,
-        )
+        role: states_of(sizes[role], engines[role], moments if use.trained else None, target, gather=gather)
         for role, use in uses.items()
     }
     for role in [role for role, use in uses.items() if use.averaged]:
@@ -259,8 +252,7 @@ def phase_memory(
         if work.trains:
             earlier = states[work.role].gradients if work.accumulates else 0
             gradients[work.role] = states[work.role].buckets + earlier
-        accumulates = work.accumulates or states[work.role].streams
-        measured = replace(work, accumulates=accumulates)
+        measured = replace(work, accumulates=work.accumulates or states[work.role].streams)
         activations = peak_bytes(uses[work.role], dtype, measured)
         moments.append(PhaseMemory(resident, gradients, gathered=gathered, activations=activations))
     for number, role in enumerate(trained):  # models step in turn, and each releases its gathered weights

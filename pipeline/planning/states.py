@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.configuration.ds_config import Json, device_of
 from pipeline.configuration.groups import OptimizerStates
+from pipeline.launching.target import Target
 from pipeline.models.partitions import GATHERED_SHARE_OF_DEVICE
 from pipeline.planning.measurement import ModelSize
 
@@ -50,23 +51,16 @@ class States:
         return self.weights + self.optimizer + self.lasting_gradients + self.average
 
 
-def states_of(
-    size: ModelSize,
-    engine: Json,
-    moments: OptimizerStates | None,
-    *,
-    ranks: int,
-    device_bytes: int,
-    gather: str,
-    on_cpu: bool = False,
-) -> States:
-    """Count the bytes of a model under the DeepSpeed JSON `engine`.
+def states_of(size: ModelSize, engine: Json, moments: OptimizerStates | None, target: Target, *, gather: str) -> States:
+    """Count the bytes of a model under the DeepSpeed JSON `engine` on a rank of the target.
 
     Args:
         moments: --optimizer-states; None for a model that is not trained.
         gather: --zero3-gather.
     """
     zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
+    ranks = target.num_gpus
+    device_bytes = 0 if target.is_cpu else target.memory  # --zero3-gather auto compares with GPU memory only
     weights, host, gathered, passing = size.num_bytes, 0, 0, 0
     if stage == 3:
         offloaded = device_of(zero, "offload_param") != "none"
@@ -87,7 +81,7 @@ def states_of(
         elif ranks > 1:  # a single rank's partition is the whole model, and needs no gathering
             gathered = passing = size.num_bytes
     frozen = States(weights, gathered=gathered, passing=passing, host=host)
-    return training_states(size, engine, frozen, moments, ranks=ranks, on_cpu=on_cpu) if moments else frozen
+    return training_states(size, engine, frozen, moments, ranks=ranks, on_cpu=target.is_cpu) if moments else frozen
 
 
 def gathers_once(size: ModelSize, gather: str, device_bytes: int) -> bool:

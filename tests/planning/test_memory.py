@@ -29,6 +29,7 @@ from pipeline.configuration.groups import DeepSpeedConfig
 from pipeline.engine.memory import model_memory
 from pipeline.engine.state import masters
 from pipeline.files import GIB
+from pipeline.launching.target import Target
 from pipeline.planning.measurement import ModelSize
 from pipeline.planning.page import model_lines, phase_lines
 from pipeline.planning.states import page_locked, states_of
@@ -43,7 +44,7 @@ SIZE = ModelSize(weights=N, trained=N, embeddings=10**8, linear=8 * 10**8, large
 def states(stage: int, ranks: int, size: ModelSize = SIZE, *, zero: Any = None, **settings: object):
     user = {"zero_optimization": zero or {}}
     json = built(DeepSpeedConfig(**settings), zero_stage=stage, world_size=ranks, user_json=user)
-    return states_of(size, json, "fp32", ranks=ranks, device_bytes=80 * GIB, gather="auto")
+    return states_of(size, json, "fp32", Target("GPU", 80 * GIB, (ranks,)), gather="auto")
 
 
 def test_states_of_each_zero_stage_by_hand():
@@ -70,14 +71,14 @@ def test_moments_in_8_bits_by_hand():
     """The master in fp32, a byte for each moment, and a scale in fp32 for 256 of each."""
     for stage, ranks in ((0, 1), (2, 8)):
         json = built(zero_stage=stage, world_size=ranks, optimizer_states="8bit")
-        held = states_of(SIZE, json, "8bit", ranks=ranks, device_bytes=80 * GIB, gather="auto")
+        held = states_of(SIZE, json, "8bit", Target("GPU", 80 * GIB, (ranks,)), gather="auto")
         assert held.optimizer == (4 + 2 + 2 * 4 / 256) * N / ranks
         assert replace(held, optimizer=0) == replace(states(stage, ranks), optimizer=0)
 
 
 def test_states_in_bf16_by_hand():
     bf16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
-    held = states_of(SIZE, built(user_json=bf16), "fp32", ranks=8, device_bytes=80 * GIB, gather="auto")
+    held = states_of(SIZE, built(user_json=bf16), "fp32", Target("GPU", 80 * GIB, (8,)), gather="auto")
     assert (held.optimizer, held.step) == ((2 + 2 + 2) * N / 8, (2 + 2) * N / 8)
 
 
@@ -113,11 +114,11 @@ def test_a_pass_without_gradients_holds_a_layer_and_embeddings_at_zero_stage_3()
 def test_weights_on_a_disk_leave_buffers_on_the_host():
     disk = {"device": "nvme", "nvme_path": "/disk", "buffer_count": 14, "buffer_size": 1000, "max_in_cpu": 100}
     json = {"zero_optimization": {"stage": 3, "offload_param": disk}}
-    held = states_of(SIZE, json, None, ranks=8, device_bytes=80 * GIB, gather="auto")
+    held = states_of(SIZE, json, None, Target("GPU", 80 * GIB, (8,)), gather="auto")
     assert (held.weights, held.host) == (0, 2 * (14 * 1000 + 100))
     assert held.gathered == 2 * N  # all weights stay below 1e9 live ones until they are used again
     json["zero_optimization"]["stage3_max_reuse_distance"] = 0
-    at_once = states_of(SIZE, json, None, ranks=8, device_bytes=80 * GIB, gather="auto")
+    at_once = states_of(SIZE, json, None, Target("GPU", 80 * GIB, (8,)), gather="auto")
     assert at_once.gathered == 2 * (2 * 10**7 + 10**8)  # a layer and the embeddings: nothing is prefetched
 
 
@@ -144,7 +145,7 @@ def test_states_are_those_of_a_real_engine(stage, dtype):
     size = replace(SIZE, weights=numel, trained=numel, num_bytes=numel * element, element=element)
     json = built(DeepSpeedConfig(dtype=dtype), zero_stage=stage, dtype=dtype, world_size=1, device="cpu")
     json["zero_optimization"]["stage"] = stage
-    held = states_of(size, json, "fp32", ranks=1, device_bytes=GIB, gather="auto")
+    held = states_of(size, json, "fp32", Target("GPU", GIB, (1,)), gather="auto")
     bucket = element * json["zero_optimization"].get("reduce_bucket_size", 0)
     assert held.weights == pytest.approx(real.weights, abs=4 * element)
     assert held.optimizer == pytest.approx(real.optimizer, abs=12 * 4)
