@@ -35,6 +35,7 @@ class Row:
 
 ROWS = {
     "grpo-1.5b": Row("qwen2.5-1.5b"),
+    "grpo-1.5b-1024": Row("qwen2.5-1.5b", prompt=1024),
     "grpo-1.5b-long": Row("qwen2.5-1.5b", answer=2048, steps=3, warm_up=1),
     "grpo-8b-lora": Row("llama-3-8b", lora=64),
     "dpo-1.5b": Row("qwen2.5-1.5b", "dpo", prompts=64, samples=1, prompt=256, answer=256),
