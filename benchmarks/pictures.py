@@ -206,7 +206,7 @@ def draw_speed(found: list[Ratio]) -> Any:
     axes.axvline(1, color="black", linewidth=1.5, zorder=3)
     axes.spines["left"].set_visible(False)
     axes.set(xlim=(0, max(one.ratio for one in found) + 0.3), ylim=(height + 0.05, 0.2), yticks=[])
-    axes.set_xticks([0, 1, 2], ["0", "1: equal", "2"])
+    axes.set_xticks([0, 1, 2, 3], ["0", "1: equal", "2", "3"])
     axes.set_xlabel("speed here / speed of the other program", fontsize=POINTS)
     return figure
 
