@@ -1,6 +1,7 @@
 """Build the objects of stage 3's loop from the configuration, or restore them from a checkpoint."""
 
 import logging
+from dataclasses import replace
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint
@@ -10,7 +11,6 @@ from pipeline.data.loader import StepLoader
 from pipeline.engine.build import start_engines
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.rollouts import Vocabulary
-from pipeline.models.flops import training_work
 from pipeline.preparation.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.halving import take_halved
@@ -23,8 +23,8 @@ from step3_ppo.models.hybrid_engine import HybridEngine
 from step3_ppo.rollout import (
     Schedule,
     generation_options,
+    make_calls,
     make_data,
-    make_functions,
     make_schedule,
     sampling_line,
 )
@@ -43,7 +43,7 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
     config.ppo.check_steps(schedule.total_steps)
     models = make_models(run, config, sources)
-    reads_columns = any(one.reward.reads_columns for one in models.rewards) or bool(config.functions_by_title)
+    reads_columns = any(one.reads_columns for one in models.rewards) or bool(config.functions_by_title)
     fingerprint = fingerprint_of(config, prompts, text, ranks=run.world.size, total_steps=schedule.total_steps)
     resumed = checkpoint.load(run, models.trained, fingerprint, reads_columns=reads_columns)
     ppo = assemble(run, config, models, prompts=prompts, text=text, schedule=schedule, fingerprint=fingerprint)
@@ -61,22 +61,21 @@ def assemble(
     fingerprint: RunFingerprint,
 ) -> PPO:
     """Create what depends on models and prompts, with the current weights. Raises InputError, see `load_loss`."""
+    # The average starts from the current weights: with --force-resume the checkpoint may hold none.
+    average = MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None
+    rate, own_loss = rate_factor(config.optimizer, total_steps=schedule.total_steps), load_loss(config.ppo)
+    steps = (config.ppo.ppo_epochs, schedule.rows_per_step, config.run.seed)
     return PPO(
         run,
         config,
-        models,
+        replace(models, average=average),
         prompts,
         text,
         schedule,
         fingerprint,
-        rate=rate_factor(config.optimizer, total_steps=schedule.total_steps),
-        # The average starts from the current weights: with --force-resume the checkpoint may hold none.
-        average=MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None,
         hybrid=make_hybrid(config, models, run.world.size),
-        updater=Updater(run.world, config.ppo.ppo_epochs, schedule.rows_per_step, config.run.seed),
-        work={role: training_work(engine.module.model) for role, engine in models.trained.items()},
-        functions=make_functions(config, prompts),
-        own_loss=load_loss(config.ppo),
+        updater=Updater(run.world, *steps, rate, own_loss),
+        calls=make_calls(config, prompts),
     )
 
 
@@ -96,16 +95,10 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
     take_halved(state, ppo.config, buffers=ppo.hybrid, given={"generate": ppo.schedule.prompts_at_once})
     if resumed is None:
         return state, None
-    if state.step and any(one.takes_first for one in ppo.models.rewards):
+    if state.step and ppo.models.takes_first:
         ppo.models.normalise_by(state.score_constants or [0.0, 1.0])  # a run of an older version used raw scores
-    if ppo.average is not None and "average" in resumed.fragments:
-        ppo.average.restore(resumed.fragments["average"])
+    if ppo.models.average is not None and "average" in resumed.fragments:
+        ppo.models.average.restore(resumed.fragments["average"])
     if not state.update:
         return state, None
-    rollout = Collected.restored(
-        resumed.tensors,
-        resumed.state["rollout"],
-        ppo.run.world.device,
-        minibatches=lambda responses: ppo.minibatches(responses, state),
-    )
-    return state, rollout
+    return state, Collected.restored(resumed.tensors, resumed.state["rollout"], ppo.run.world.device)

@@ -1,14 +1,15 @@
 """The data of a PPO rollout, from the sampler's output to the tensors of a minibatch.
 
-    Rollout     a rank's responses as a generation backend returns them, ragged
-    Responses   the same as padded rows, gathered: every rank has all rows
-    Scores      the models' outputs for them: log-probabilities, values
-    Experience  what an optimizer step reads besides the Responses
-    Collected   Responses and Experience with their micro-batches
+    Rollout       a rank's responses as a generation backend returns them, ragged
+    Responses     the same as padded rows, gathered: every rank has all rows
+    Scores        the models' outputs for them: log-probabilities, values
+    RewardScores  their raw scores by all rewards
+    Experience    what an optimizer step reads besides the Responses
+    Collected     Responses and Experience with their micro-batches
 
 All but Collected are frozen, with one row per sequence. N sequences, S longest sequence, T longest response.
-Rows are padded on the right; response token t of row n is at position prompt_lengths[n] + t of its sequence and is
-predicted at the position before.
+Rows are padded on the right. Response token t of a row is its trained token number t, and is predicted at the position
+before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +22,8 @@ from torch.nn import functional
 
 from pipeline import dist
 from pipeline.generation.rollouts import Rollout
-from pipeline.rewards.calls import KINDS
-from pipeline.rewards.pool import Failure, Value
+from pipeline.rewards.pool import Value
+from pipeline.rewards.rows import Reward
 from pipeline.tensor_ops import lengths_to_mask, pad_rows, round_up
 from pipeline.training.micro_batches import Lengths, MicroBatch, length_unit, row_indices
 
@@ -52,72 +53,40 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class FunctionScores(Rows):
-    """The values that reward functions gave responses; F functions.
-
-    values: (N, F) fp32, for a function that returns values of tokens their sum; 0 without a value.
-    applies: (N, F) bool, False = the function returned None: it does not apply.
-    failures: (N, F) int64, 0 = the call succeeded, else 1 + the index in KINDS of the kind of failure.
-    per_token: (N, F, T) fp32, the values of tokens; 0 for functions that return one value a response; None if all do.
-    """
-
-    values: Tensor
-    applies: Tensor
-    failures: Tensor
-    per_token: Tensor | None
-
-    @classmethod
-    def of(cls, values: Sequence[Sequence[Value]], *, width: int, device: torch.device) -> Self:
-        """Return rows from N lists with the value of each function. A collective.
-
-        `per_token` is set on all ranks if any function of any rank returned values of tokens.
-        width: T.
-        """
-        given = torch.zeros(len(values), len(values[0]))
-        failures, applies = given.long(), torch.zeros_like(given, dtype=torch.bool)
-        cells = [(n, f) for n, row in enumerate(values) for f in range(len(row))]
-        tokens = {cell: values[cell[0]][cell[1]] for cell in cells}
-        lists = {cell: torch.tensor(value) for cell, value in tokens.items() if isinstance(value, list)}
-        for cell, value in tokens.items():
-            applies[cell] = value is not None
-            if isinstance(value, Failure):
-                failures[cell] = 1 + KINDS.index(value.kind)
-            elif isinstance(value, float):
-                given[cell] = value
-            elif cell in lists:
-                given[cell] = lists[cell].sum()
-        per_token = None
-        if dist.max_over_ranks(float(bool(lists)), device):
-            per_token = torch.zeros(*given.shape, width, device=device)
-            for cell, row in lists.items():
-                per_token[cell][: len(row)] = row.to(device)
-        return cls(given.to(device), applies.to(device), failures.to(device), per_token)
-
-
-@dataclass(frozen=True, slots=True)
 class Responses(Rows):
     """Prompts and sampled responses.
 
-    sequences: (N, S) int64, prompt and response in one row.
-    prompt_lengths: (N,) int64.
-    response_lengths: (N,) int64; a response includes its EOS.
+    sequences: (N, S) int64, prompt and response in one row, whose last token is trained.
+    trained: (N, S) bool, True = a token of the response, which the policy sampled; an EOS is one.
     sampler_log_probs: (N, T) fp32, as the sampler saw them.
     finished: (N,) bool, True = ended with an EOS or a stop string.
     valid: (N,) bool, True = counts; False is padding of an epoch's last rollout.
     row_index: (N,) int64, the prompt's row in the data set.
     order: (N,) int64, the row's index in the rollout, the same for any number of ranks.
-    scored: values of reward functions; None without functions, and once they are summed.
     """
 
     sequences: Tensor
-    prompt_lengths: Tensor
-    response_lengths: Tensor
+    trained: Tensor
     sampler_log_probs: Tensor
     finished: Tensor
     valid: Tensor
     row_index: Tensor
     order: Tensor
-    scored: FunctionScores | None = None
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """(N,) int64, tokens before the first trained one."""
+        return self.trained.int().argmax(1)
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """(N,) int64, trained tokens."""
+        return self.trained.sum(1)
+
+    @property
+    def sequence_lengths(self) -> Tensor:
+        """(N,) int64, tokens up to the last trained one."""
+        return self.trained.shape[1] - self.trained.flip(1).int().argmax(1)
 
     @property
     def response_mask(self) -> Tensor:
@@ -128,14 +97,7 @@ class Responses(Rows):
     @property
     def attention_mask(self) -> Tensor:
         """(N, S) bool, True = real token."""
-        return lengths_to_mask(self.prompt_lengths + self.response_lengths, self.sequences.shape[1])
-
-    @property
-    def predicts_response(self) -> Tensor:
-        """(N, S - 1) bool, True = the next token belongs to the response."""
-        positions = torch.arange(self.sequences.shape[1] - 1, device=self.sequences.device)
-        first = self.prompt_lengths.unsqueeze(1) - 1
-        return (positions >= first) & (positions < first + self.response_lengths.unsqueeze(1))
+        return lengths_to_mask(self.sequence_lengths, self.sequences.shape[1])
 
     def in_response_space(self, per_position: Tensor) -> Tensor:
         """Return (N, T) values of response tokens, 0 after the end, from values at the positions that predict them.
@@ -143,26 +105,28 @@ class Responses(Rows):
         per_position: (N, >= S - 1).
         """
         width = self.sampler_log_probs.shape[1]
-        index = (self.prompt_lengths - 1).unsqueeze(1) + torch.arange(width, device=per_position.device)
-        taken = per_position.gather(1, index.clamp(max=per_position.shape[1] - 1))
-        return torch.where(lengths_to_mask(self.response_lengths, width), taken, 0.0)
+        index = self.trained[:, 1:].int().argsort(stable=True, dim=1, descending=True)[:, :width]
+        return torch.where(lengths_to_mask(self.response_lengths, width), per_position.gather(1, index), 0.0)
 
     def lengths(self, *, packs: bool = False) -> Lengths:
         """Return the rows' lengths on the host, for micro-batches. It waits for the device once."""
-        return Lengths.of(self.prompt_lengths, self.response_lengths, packs=packs, groups=self.row_index)
+        trained = self.response_lengths
+        return Lengths.of(self.sequence_lengths - trained, trained, packs=packs, groups=self.row_index)
 
     def narrowed(self, length: int, width: int) -> "Responses":
         """Return the first `length` positions of the sequences and the first `width` response tokens."""
-        return replace(self, sequences=self.sequences[:, :length], sampler_log_probs=self.sampler_log_probs[:, :width])
+        sequences, trained = self.sequences[:, :length], self.trained[:, :length]
+        return replace(self, sequences=sequences, trained=trained, sampler_log_probs=self.sampler_log_probs[:, :width])
 
     def above(self, others: "Responses", pad_id: int) -> "Responses":
-        """Return these rows followed by those of `others`. Both or neither have values of reward functions."""
+        """Return these rows followed by those of `others`."""
         width = max(self.sampler_log_probs.shape[1], others.sampler_log_probs.shape[1])
         length = max(self.sequences.shape[1], others.sequences.shape[1])
         mine, more = (
             replace(
                 one,
                 sequences=functional.pad(one.sequences, (0, length - one.sequences.shape[1]), value=pad_id),
+                trained=functional.pad(one.trained, (0, length - one.trained.shape[1])),
                 sampler_log_probs=functional.pad(one.sampler_log_probs, (0, width - one.sampler_log_probs.shape[1])),
             )
             for one in (self, others)
@@ -172,8 +136,7 @@ class Responses(Rows):
 
     def trimmed(self) -> "Responses":
         """Drop the columns that are padding in every row, to a whole unit of lengths. It waits for the device."""
-        both = torch.stack([self.prompt_lengths + self.response_lengths, self.response_lengths])
-        length, width = both.amax(1).tolist()
+        length, width = torch.stack([self.sequence_lengths, self.response_lengths]).amax(1).tolist()
         return self.narrowed(round_up(length, length_unit(self.sequences.device)), width)
 
 
@@ -191,6 +154,45 @@ class Scores:
     ref_log_probs: Tensor | None
     entropy: Tensor | None
     values: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardScores:
+    """The raw scores of responses by the R rewards of a run.
+
+    rewards: the rewards: reward models, then F functions.
+    values: (N, R) fp32, of a function that returns values of tokens their sum; NaN where a reward gives no score.
+    applies: (N, R) bool, False = a function returned None, so the response needs no score of it.
+    per_token: (N, F, T) fp32, the values of tokens; 0 for functions that return one value a response; None if all do.
+    spreads: of each reward (count, mean, sum of squared differences), by whose deviation it is divided before the sum;
+        () = none is.
+    """
+
+    rewards: Sequence[Reward]
+    values: Tensor
+    applies: Tensor
+    per_token: Tensor | None
+    spreads: Sequence[Sequence[float]] = ()
+
+    @classmethod
+    def of(cls, rewards: Sequence[Reward], models: Tensor, functions: Sequence[Sequence[Value]], *, width: int) -> Self:
+        """Return the scores (N, R - F) of reward models with the values of F functions for each response; width: T."""
+        given, per_token = torch.full((len(functions), len(functions[0])), torch.nan), None
+        applies = torch.tensor([[value is not None for value in row] for row in functions], dtype=torch.bool)
+        for n, row in enumerate(functions):
+            for f, value in enumerate(row):
+                if isinstance(value, list):
+                    per_token = torch.zeros(*given.shape, width) if per_token is None else per_token
+                    per_token[n, f, : len(value)] = torch.tensor(value)
+                    given[n, f] = torch.tensor(value).sum()
+                elif isinstance(value, float):
+                    given[n, f] = value
+        return cls(
+            rewards,
+            torch.cat([models, given.to(models.device)], 1),
+            torch.cat([torch.ones_like(models, dtype=torch.bool), applies.to(models.device)], 1),
+            None if per_token is None else per_token.to(models.device),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +229,11 @@ class Experience(Rows):
         return self.map(lambda tensor: tensor[:, :width])
 
 
+def span_mask(starts: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """Return (N, width) bool, True at `lengths[n]` positions from `starts[n]` on, each (N,) int64."""
+    return lengths_to_mask(starts + lengths, width) & ~lengths_to_mask(starts, width)
+
+
 def pack_responses(
     rollout: Rollout,
     *,
@@ -238,12 +245,11 @@ def pack_responses(
     order: Tensor,
 ) -> Responses:
     """Pad one rank's rollout to rows of fixed width, so that ranks can exchange them."""
-    pairs = zip(rollout.prompts, rollout.responses, strict=True)
-    device = rollout.finished.device
+    pairs = list(zip(rollout.prompts, rollout.responses, strict=True))
+    lengths = torch.tensor([[len(part) for part in pair] for pair in pairs], device=rollout.finished.device).unbind(1)
     return Responses(
         sequences=pad_rows([torch.cat(pair) for pair in pairs], pad_id, length=max_sequence),
-        prompt_lengths=torch.tensor([len(prompt) for prompt in rollout.prompts], device=device),
-        response_lengths=torch.tensor([len(response) for response in rollout.responses], device=device),
+        trained=span_mask(lengths[0], lengths[1], max_sequence),
         sampler_log_probs=pad_rows(rollout.log_probs, 0.0, length=max_response),
         finished=rollout.finished,
         valid=valid,
@@ -265,18 +271,6 @@ def batch_rows(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[
         yield batch, rows, responses.select(rows).narrowed(batch.length, batch.width)
 
 
-@dataclass(frozen=True, slots=True)
-class Minibatches:
-    """The micro-batches of a rollout.
-
-    size: largest number of rows of a micro-batch, reached with rows of the full length.
-    steps: this rank's micro-batches of each optimizer step, all epochs.
-    """
-
-    size: int
-    steps: Sequence[Sequence[MicroBatch]]
-
-
 @dataclass(slots=True)
 class Collected:
     """A rollout that is ready for updates. Only its times and micro-batches differ between ranks.
@@ -284,27 +278,25 @@ class Collected:
     responses: prompts and sampled responses.
     experience: tensors that an optimizer step reads.
     metrics: metrics of the rollout.
-    minibatches: micro-batches of each step; on an out-of-memory error they are formed again with half the size.
+    steps: this rank's micro-batches of each optimizer step, all epochs, once the first step has formed them.
+    micro_batch_size: rows of the full length in the largest of them; after an out-of-memory error, half of that.
     """
 
     responses: Responses
     experience: Experience
     metrics: dict[str, float]
-    minibatches: Minibatches
+    steps: Sequence[Sequence[MicroBatch]] = ()
+    micro_batch_size: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores."""
-        return self.responses.tensors("responses/") | self.experience.tensors("experience/")
+        """Return the tensors that a checkpoint stores, with two lengths for the mask of trained tokens."""
+        lengths = {"prompt_lengths": self.responses.prompt_lengths, "response_lengths": self.responses.response_lengths}
+        named = self.responses.tensors("responses/") | {f"responses/{name}": one for name, one in lengths.items()}
+        del named["responses/trained"]
+        return named | self.experience.tensors("experience/")
 
     @classmethod
-    def restored(
-        cls,
-        tensors: Mapping[str, Tensor],
-        metrics: dict[str, float],
-        device: torch.device,
-        *,
-        minibatches: Callable[[Responses], Minibatches],
-    ) -> Self:
+    def restored(cls, tensors: Mapping[str, Tensor], metrics: dict[str, float], device: torch.device) -> Self:
         """Return the rollout of a checkpoint from its `tensors` and metrics."""
         parts: dict[str, dict[str, Any]] = {"responses": {}, "experience": {}}
         for name, tensor in tensors.items():
@@ -313,5 +305,6 @@ class Collected:
         columns = {"ref_log_probs": None, **parts["experience"]}
         has_values = {f.name for f in fields(ValueTargets)} <= columns.keys()
         columns["targets"] = ValueTargets(columns.pop("values"), columns.pop("returns")) if has_values else None
-        responses = Responses(**parts["responses"])
-        return cls(responses, Experience(**columns), metrics, minibatches(responses))
+        rows = parts["responses"]
+        trained = span_mask(rows.pop("prompt_lengths"), rows.pop("response_lengths"), rows["sequences"].shape[1])
+        return cls(Responses(trained=trained, **rows), Experience(**columns), metrics)

@@ -142,7 +142,10 @@ METRICS: dict[str, Metric] = SHARED | {
     ),
     "time/generate_s": Metric("seconds of sampling", "s", "speed", title="sampling"),
     "time/score_s": Metric(
-        "seconds of reference, reward, value and old log-probability passes", "s", "speed", title="scoring"
+        "seconds of reference, reward, value and old log-probability passes, and of waiting for reward functions",
+        "s",
+        "speed",
+        title="scoring",
     ),
     "time/train_s": Metric("seconds of the updates", "s", "speed", title="updates"),
     "generate_tokens_per_s": Metric("response tokens sampled per second, all ranks", "tokens/s", "speed", better=1),

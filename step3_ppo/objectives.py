@@ -11,7 +11,6 @@ from pipeline import dist
 from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import Step, to_device
 from pipeline.engine.engine import TrainingEngine
-from pipeline.models.flops import TrainingWork
 from pipeline.models.forward.causal_lm import Comparison
 from pipeline.tensor_ops import masked_sum
 from pipeline.training.micro_batches import MicroBatch
@@ -85,14 +84,12 @@ class Objective(ABC):
 
     role: the model's role: actor or critic.
     engine: the model with its optimizer.
-    work: counts the matrix operations of its forward and backward passes.
     text: plain text whose gradients are added after those of the rollout; None: there is none. At most one objective
         of a model has text.
     """
 
     role: str
     engine: TrainingEngine
-    work: TrainingWork
     text: Step[SFTBatch] | None = None
 
     @abstractmethod
@@ -113,7 +110,7 @@ class Objective(ABC):
 
     def flops(self, size: StepSize) -> float:
         """Return the matrix operations of the step on all ranks, for prompts with responses; `text` is not counted."""
-        return self.work.flops(
+        return self.engine.work.flops(
             num_tokens=size.num_tokens - size.num_shared,
             num_squares=size.num_squares - size.num_shared_squares,
             num_head_tokens=size.num_response_tokens,
@@ -125,7 +122,6 @@ class PolicyObjective(Objective):
     """The policy loss, built-in or the user's, with KL, entropy and positive NLL by their flags; the ptx loss of text.
 
     engine: the policy with its optimizer.
-    work: counts the matrix operations of its forward and backward passes.
     ppo: coefficients of the method.
     size: counts of the optimizer step.
     longest: tokens of the longest response that the run allows.
@@ -140,7 +136,6 @@ class PolicyObjective(Objective):
     """
 
     engine: TrainingEngine
-    work: TrainingWork
     ppo: PPOCoefficients
     size: StepSize
     longest: int
@@ -294,7 +289,7 @@ class PolicyObjective(Objective):
         if self.text is None:
             return flops
         text = {"num_tokens": self.text.num_tokens, "num_squares": self.text.num_squares}
-        return flops + self.work.flops(**text, num_head_tokens=self.text.num_trained)
+        return flops + self.engine.work.flops(**text, num_head_tokens=self.text.num_trained)
 
 
 @dataclass(slots=True)
@@ -302,13 +297,11 @@ class ValueObjective(Objective):
     """The clipped value loss of PPO.
 
     engine: the value model with its optimizer.
-    work: counts the matrix operations of its forward and backward passes.
     value_clip: clip range of the new value around the old one; 0: no clip.
     role: the model's role.
     """
 
     engine: TrainingEngine
-    work: TrainingWork
     value_clip: float
     role: str = "critic"
 

@@ -4,14 +4,14 @@ N sequences, T longest response, R rewards.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pipeline.rewards.rows import WeightedReward
+from pipeline.rewards.rows import Scale
 from pipeline.tensor_ops import finish_moments, masked_mean, moments, whiten
-from step3_ppo.experience import Experience, Responses, Scores, ValueTargets
+from step3_ppo.experience import Experience, Responses, RewardScores, Scores, ValueTargets
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.flags.methods import METHODS
 from step3_ppo.mathematics.estimators import (
@@ -41,6 +41,7 @@ class Rewarded:
         rewards, minus the mean of `kl` over the response: how much more probable the teacher finds its tokens than
         the policy does.
     by_reward: name of a reward -> (N,) fp32, its raw scores; NaN where it gives none.
+    failures: name of a reward function -> (N,) bool, True = its call failed.
     sequence_rewards: (N,) fp32, rewards before the KL penalty.
     total_rewards: (N,) fp32, sums of the rewards of a row's tokens: with the KL penalty unless it is in the loss.
     clipped: (N,) bool, True = `reward_clip` clipped the score of a reward model.
@@ -55,6 +56,7 @@ class Rewarded:
     valid: Tensor
     scores: Tensor
     by_reward: Mapping[str, Tensor]
+    failures: Mapping[str, Tensor]
     sequence_rewards: Tensor
     total_rewards: Tensor
     clipped: Tensor
@@ -65,54 +67,29 @@ class Rewarded:
     equal_share: float
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The terms of the sum of raw scores: the rewards of a run in their order, reward models first.
-
-    models: reward models, with their constants.
-    functions: name of a reward function -> its weight.
-    spreads: of each reward (count, mean, sum of squared differences), by whose deviation it is divided before the
-        sum; () = none is.
-    group_size: responses to each prompt, which are next to each other.
-    """
-
-    models: Sequence[WeightedReward]
-    functions: Mapping[str, float] = field(default_factory=dict)
-    spreads: Sequence[Sequence[float]] = ()
-    group_size: int = 1
-
-    def deviations(self) -> list[float]:
-        """Return what each raw score is divided by, besides a reward model's constants; 1 without spreads.
-
-        Scores that never vary are divided by 1 as well: they teach nothing.
-        """
-        if not self.spreads:
-            return [1.0] * (len(self.models) + len(self.functions))
-        scales = [one.std for one in self.models] + [1.0] * len(self.functions)
-        deviations = [spread_deviation(torch.tensor(one, dtype=torch.float64)).item() for one in self.spreads]
-        return [
-            (one + DEVIATION_EPSILON) / scale if one else 1.0 for one, scale in zip(deviations, scales, strict=True)
-        ]
-
-
 def reward_responses(
-    responses: Responses, scores: Scores, judged: Tensor, ppo: PPOCoefficients, *, kl_coef: float, terms: Terms
+    responses: Responses,
+    scores: Scores,
+    judged: RewardScores,
+    ppo: PPOCoefficients,
+    *,
+    kl_coef: float,
+    group_size: int = 1,
 ) -> Rewarded:
     """Compute rewards, advantages and returns of a whole rollout; every rank has all rows, so whitening sees all.
 
     Before anything is averaged, it masks rows without any reward that applies, and rows with a number that is not
     finite, even in a single reward.
 
-    Args:
-        judged: (N, R) fp32 raw scores of the reward models; those of functions are in `responses`.
+    group_size: responses to each prompt, which are next to each other.
     """
     columns = [one for one in (scores.log_probs, scores.ref_log_probs, scores.values) if one is not None]
-    valid = is_scored(responses, judged, terms) & torch.stack([column.isfinite().all(1) for column in columns]).all(0)
-    normalised, shaped, at_tokens = summed(responses, judged, valid, ppo, terms)
-    alike = equal_groups(shaped, valid, group_size=terms.group_size)
-    equal_share = alike[valid.view(-1, terms.group_size).any(1)].float().mean().item()
-    if ppo.replace_equal_groups and terms.group_size > 1:
-        valid = valid & ~alike.repeat_interleave(terms.group_size)
+    valid = is_scored(responses, judged) & torch.stack([column.isfinite().all(1) for column in columns]).all(0)
+    normalised, shaped, at_tokens = summed(responses, judged, valid, ppo)
+    alike = equal_groups(shaped, valid, group_size=group_size)
+    equal_share = alike[valid.view(-1, group_size).any(1)].float().mean().item()
+    if ppo.replace_equal_groups and group_size > 1:
+        valid = valid & ~alike.repeat_interleave(group_size)
         shaped = torch.where(valid, shaped, 0.0)
     mask = responses.response_mask & valid.unsqueeze(1)
     log_probs, *rest = (torch.where(mask, tensor, 0.0) for tensor in columns)
@@ -123,19 +100,21 @@ def reward_responses(
     if at_tokens is not None:
         # What a function gives tokens stands at them, and not at the last one.
         per_token = per_token + token_rewards(-at_tokens.sum(1), torch.zeros_like(kl), mask, kl_coef=0.0) + at_tokens
-    advantages, returns = advantages_of(ppo, per_token, shaped, values, mask, group_size=terms.group_size)
+    advantages, returns = advantages_of(ppo, per_token, shaped, values, mask, group_size=group_size)
     if METHODS[ppo.method].has_teacher:
         taught = torch.where(mask, -kl_coef * penalty, 0.0)
-        advantages = taught_advantages(ppo, taught, shaped, mask, group_size=terms.group_size)
+        advantages = taught_advantages(ppo, taught, shaped, mask, group_size=group_size)
     targets = None if values is None else ValueTargets(values, returns)
     mean, variance = finish_moments(moments(advantages, mask))
     trained = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
-    by_reward = raw_scores(responses, judged, terms)
+    by_reward = {one.name: column for one, column in zip(judged.rewards, judged.values.unbind(1), strict=True)}
+    failed = zip(judged.rewards, (judged.applies & ~judged.values.isfinite()).unbind(1), strict=True)
     return Rewarded(
         experience=Experience(mask, log_probs, ref_log_probs, trained, targets),
         valid=valid,
-        scores=summed_raw(judged, by_reward, terms) if by_reward else -masked_mean(kl, mask, dim=1),
+        scores=summed_raw(judged) if by_reward else -masked_mean(kl, mask, dim=1),
         by_reward=by_reward,
+        failures={one.name: column for one, column in failed if one.scale is None},
         sequence_rewards=shaped,
         total_rewards=per_token.sum(1),
         clipped=torch.stack([column.abs() > ppo.reward_clip for column in normalised or [shaped * 0]]).any(0),
@@ -147,13 +126,11 @@ def reward_responses(
     )
 
 
-def is_scored(responses: Responses, judged: Tensor, terms: Terms) -> Tensor:
-    """(N,) bool, True = the row counts, each reward that gives it a score gives a finite one, and some reward does."""
-    counts = responses.valid & judged.isfinite().all(1)
-    if (scored := responses.scored) is None:
-        return counts
-    applies = scored.applies.any(1) if not terms.models else counts
-    return counts & applies & (scored.failures == 0).all(1)
+def is_scored(responses: Responses, judged: RewardScores) -> Tensor:
+    """(N,) bool, True = the row counts, each reward that applies gives it a finite score, and some reward does."""
+    if not judged.rewards:  # distillation without rewards
+        return responses.valid
+    return responses.valid & judged.applies.any(1) & (judged.values.isfinite() | ~judged.applies).all(1)
 
 
 def kl_and_penalty(ppo: PPOCoefficients, log_probs: Tensor, ref_log_probs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -168,64 +145,77 @@ def kl_and_penalty(ppo: PPOCoefficients, log_probs: Tensor, ref_log_probs: Tenso
     return kl, zero if ppo.kl_in_loss else kl_estimate(log_probs, ref_log_probs, estimator=ppo.sampled_estimator)
 
 
-def rewarded_alike(responses: Responses, judged: Tensor, ppo: PPOCoefficients, terms: Terms) -> Tensor:
+def rewarded_alike(responses: Responses, judged: RewardScores, ppo: PPOCoefficients, *, group_size: int) -> Tensor:
     """(N / group_size,) bool, True = the rewards before the KL penalty of all responses to the prompt are equal."""
-    valid = is_scored(responses, judged, terms)
-    _, shaped, _ = summed(responses, judged, valid, ppo, terms)
-    return equal_groups(shaped, valid, group_size=terms.group_size)
+    valid = is_scored(responses, judged)
+    _, shaped, _ = summed(responses, judged, valid, ppo)
+    return equal_groups(shaped, valid, group_size=group_size)
 
 
-def raw_scores(responses: Responses, judged: Tensor, terms: Terms) -> dict[str, Tensor]:
-    """Return {name: (N,) fp32 raw scores of each reward}, NaN where it gives a response none."""
-    scores = dict(zip([one.name for one in terms.models], judged.unbind(1), strict=True))
-    if (scored := responses.scored) is not None:
-        gives = scored.applies & (scored.failures == 0)
-        scores |= dict(zip(terms.functions, torch.where(gives, scored.values, torch.nan).unbind(1), strict=True))
-    return scores
-
-
-def summed_raw(judged: Tensor, by_reward: Mapping[str, Tensor], terms: Terms) -> Tensor:
+def summed_raw(judged: RewardScores) -> Tensor:
     """Return the weighted sum (N,) of raw scores; a function that gives a response none counts as 0 there."""
-    raw = [*judged.unbind(1), *(by_reward[name].nan_to_num(0.0) for name in terms.functions)]
-    return weighted_sum(raw, [*(one.weight for one in terms.models), *terms.functions.values()])
+    columns = zip(judged.rewards, judged.values.unbind(1), strict=True)
+    raw = [column.nan_to_num(0.0) if one.scale is None else column for one, column in columns]
+    return weighted_sum(raw, [one.weight for one in judged.rewards])
 
 
-def spreads(
-    responses: Responses, judged: Tensor, terms: Terms, previous: Sequence[Sequence[float]] | None
+def fitted_scales(responses: Responses, judged: RewardScores) -> list[Scale | None]:
+    """Return the constants of each reward; of one that takes those of the first rollout, the constants of these scores.
+
+    Those that take them do so in each rollout until a run has set them.
+    """
+    columns = judged.values[responses.valid].unbind(1)
+    return [one.scale and one.scale.fitted(column) for one, column in zip(judged.rewards, columns, strict=True)]
+
+
+def updated_spreads(
+    responses: Responses, judged: RewardScores, previous: Sequence[Sequence[float]] | None
 ) -> list[list[float]]:
     """Return the spread of each reward's raw scores in this rollout, continued from its `previous` value."""
-    columns = raw_scores(responses, judged, terms).values()
+    columns = judged.values.unbind(1)
     before = previous or [[0.0, 0.0, 0.0] for _ in columns]
-    starts = [torch.tensor(one, dtype=torch.float64, device=judged.device) for one in before]
+    starts = [torch.tensor(one, dtype=torch.float64, device=judged.values.device) for one in before]
     return [updated_spread(one, column, responses.valid).tolist() for one, column in zip(starts, columns, strict=True)]
 
 
+def deviations(scales: Sequence[Scale | None], spreads: Sequence[Sequence[float]]) -> list[float]:
+    """Return what each raw score is divided by, besides the std of its scale; 1 without spreads.
+
+    Scores that never vary are divided by 1 as well: they teach nothing.
+    """
+    if not spreads:
+        return [1.0] * len(scales)
+    spread = [spread_deviation(torch.tensor(one, dtype=torch.float64)).item() for one in spreads]
+    stds = [one.std if one else 1.0 for one in scales]
+    return [(one + DEVIATION_EPSILON) / std if one else 1.0 for one, std in zip(spread, stds, strict=True)]
+
+
 def summed(
-    responses: Responses, judged: Tensor, valid: Tensor, ppo: PPOCoefficients, terms: Terms
+    responses: Responses, judged: RewardScores, valid: Tensor, ppo: PPOCoefficients
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Sum the rewards of each response with their weights; rows that do not count have 0 of each.
 
     Returns (normalised scores (N,) of each reward model, sequence rewards (N,), their part that functions gave to
     tokens, (N, T), or None).
     """
-    deviations = terms.deviations()
-    raw = torch.where(valid.unsqueeze(1), judged, 0.0).unbind(1)
+    scales, weights = fitted_scales(responses, judged), [one.weight for one in judged.rewards]
+    divisors = deviations(scales, judged.spreads)
+    raw = torch.where(valid.unsqueeze(1), judged.values, 0.0)
     normalised = [
-        normalise_scores(n, mean=one.mean, std=one.std) / deviation
-        for n, one, deviation in zip(raw, terms.models, deviations, strict=False)
+        normalise_scores(column, mean=scale.mean, std=scale.std) / divisor
+        for column, scale, divisor in zip(raw.unbind(1), scales, divisors, strict=True)
+        if scale is not None
     ]
+    num_models, none = len(normalised), torch.zeros(len(valid), device=valid.device)
     limits = {"reward_clip": ppo.reward_clip, "missing_eos_penalty": ppo.missing_eos_penalty}
-    none, weights = torch.zeros(len(valid), device=valid.device), [one.weight for one in terms.models]
-    shaped = shape_scores(normalised or [none], weights or [1.0], responses.finished, **limits)
-    if (scored := responses.scored) is None:
+    shaped = shape_scores(normalised or [none], weights[:num_models] or [1.0], responses.finished, **limits)
+    if num_models == len(weights):
         return normalised, shaped, None
-    shares = zip(terms.functions.values(), deviations[len(terms.models) :], strict=True)
-    factors = torch.tensor([weight / deviation for weight, deviation in shares], device=valid.device)
-    counts = (valid.unsqueeze(1) & scored.applies).float() * factors  # (N, F)
-    at_tokens = None
-    if scored.per_token is not None:
-        at_tokens = (scored.per_token[..., : responses.response_mask.shape[1]] * counts.unsqueeze(2)).sum(1)
-    return normalised, shaped + (scored.values * counts).sum(1), at_tokens
+    shares = zip(weights[num_models:], divisors[num_models:], strict=True)
+    factors = torch.tensor([weight / divisor for weight, divisor in shares], device=valid.device)
+    counts = (valid.unsqueeze(1) & judged.applies[:, num_models:]).float() * factors  # (N, F)
+    at_tokens = None if judged.per_token is None else (judged.per_token * counts.unsqueeze(2)).sum(1)
+    return normalised, shaped + (raw[:, num_models:].nan_to_num(0.0) * counts).sum(1), at_tokens
 
 
 def advantages_of(

@@ -14,17 +14,16 @@ from pipeline import dist
 from pipeline.data.batching import SFTBatch, epoch_order, num_steps, packed_sft_batch, rank_slices, total_steps
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
-from pipeline.errors import EXIT_ENVIRONMENT, EnvironmentFault, InputError, Interrupted, RunError
+from pipeline.errors import Interrupted
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.generation.session import Finished
 from pipeline.preparation.inputs import prepare_stage
-from pipeline.rewards.pool import Value
-from pipeline.rewards.rollout import RolloutScoring, RunFunctions, first_failures
+from pipeline.rewards.rollout import FunctionCalls
 from pipeline.rewards.worker_flags import reward_pool
 from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import FunctionScores, Responses, gather_responses, pack_responses
+from step3_ppo.experience import Responses, gather_responses, pack_responses
 
 if TYPE_CHECKING:  # this imports deepspeed, which a plan does not need
     from step3_ppo.models.hybrid_engine import HybridEngine
@@ -60,20 +59,18 @@ def make_data(
     return prompts, loader
 
 
-def make_functions(config: PPOConfig, prompts: StageData) -> RunFunctions | None:
-    """Return the reward functions, each loaded once on this rank; None without functions. A collective.
+def make_calls(config: PPOConfig, prompts: StageData) -> FunctionCalls:
+    """Return the calls of the reward functions, each of which is loaded once on this rank. A collective.
 
-    Raises InputError, see `RunFunctions.check`.
+    Raises InputError, see `FunctionCalls.check`.
     """
-    rewards, functions = config.rewards, config.reward_functions
-    if not functions:
-        return None
+    functions, settings = config.reward_functions, config.rewards
+    pool = reward_pool(settings, functions) if functions else None
     takes_tokens = not config.method.compares
-    pool = reward_pool(rewards, functions)
-    run_functions = RunFunctions(pool, max_failures=rewards.max_reward_failures, takes_tokens=takes_tokens)
+    calls = FunctionCalls(pool, max_failures=settings.max_reward_failures, takes_tokens=takes_tokens)
     columns = {name for columns in prompts.counts.passed.values() for name in columns}
-    run_functions.check(columns, [*config.data.data_path, *config.data.eval_data_path])
-    return run_functions
+    calls.check(columns, [*config.data.data_path, *config.data.eval_data_path])
+    return calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +184,7 @@ class Sampler:
     batch_size: prompts generated at once on one rank.
     max_prompt: tokens of the longest prompt.
     should_stop: called between two tokens; True stops the sampling.
-    scoring: calls reward functions for the responses; None without functions.
+    calls: starts the calls of reward functions for responses that have ended; None: there are none.
     """
 
     hybrid: "HybridEngine"
@@ -198,14 +195,13 @@ class Sampler:
     batch_size: int
     max_prompt: int
     should_stop: Callable[[], bool]
-    scoring: RolloutScoring | None = None
+    calls: FunctionCalls | None = None
 
     def sample(self, rows: Sequence[int | None], key: RandomKey) -> Responses:
         """Sample `num_samples` responses to each of the rows (None: padding); all ranks get all. A collective.
 
         Raises:
-            Interrupted: on all ranks, if `should_stop` returned True on any, or with the error of a reward function
-                that returned something else than values.
+            Interrupted: on all ranks, if `should_stop` returned True on any.
         """
         group = self.hybrid.group
         indices = self._prompt_indices(len(rows))
@@ -221,44 +217,7 @@ class Sampler:
             # All ranks of the group have the same responses; each contributes its part.
             index = torch.arange(len(mine.order), device=mine.order.device)
             mine = mine.select(index.chunk(group.size)[group.rank])
-        if self.scoring is not None:
-            width = mine.sampler_log_probs.shape[1]
-            scored = FunctionScores.of(self._scores(indices), width=width, device=mine.order.device)
-            mine = replace(mine, scored=scored)
         return gather_responses(mine)
-
-    def _scores(self, indices: Sequence[int | None]) -> list[list[Value]]:
-        """Return the values that each function gave each response that this rank contributes. A collective.
-
-        Raises:
-            Interrupted: on all ranks, with the first rank's error, or if any rank is to stop.
-        """
-        assert self.scoring is not None
-        values, error, stopped = dict[int, dict[str, list[Value]]](), None, False
-        try:
-            values = self.scoring.gather(self._check_stop)
-        except RunError as problem:
-            error = problem
-        except GenerationStopped:
-            stopped = True
-        dist.meet()  # a barrier: functions may take longer than the time limit of a collective
-        reports = dist.gather_objects((first_failures(values), (error.code, str(error)) if error else None, stopped))
-        if any(stops for *_, stops in reports):
-            raise Interrupted
-        if errors := [one for _, one, _ in reports if one is not None]:
-            code, message = errors[0]
-            raise Interrupted(EnvironmentFault(message) if code == EXIT_ENVIRONMENT else InputError(message))
-        for failures, *_ in reversed(reports):
-            self.scoring.failures |= failures
-        names, k = self.scoring.names, self.num_samples
-        none = dict.fromkeys(names, [None] * k)
-        contributed = [values.get(index, none) for index in self._contributed(len(indices))]
-        return [[one[name][sample] for name in names] for one in contributed for sample in range(k)]
-
-    def _check_stop(self) -> None:
-        """Raise GenerationStopped if the run is to stop."""
-        if self.should_stop():
-            raise GenerationStopped
 
     def _contributed(self, count: int) -> range:
         """Return the part of its group's prompts, by index, that this rank contributes."""
@@ -284,8 +243,8 @@ class Sampler:
         def ended(response: Finished) -> None:
             index, sample = divmod(response.request.number, self.num_samples)
             row = chosen[index]
-            if self.scoring is not None and row is not None and index in self._contributed(len(indices)):
-                self.scoring.ended(index, row, sample, response.ids.tolist())
+            if self.calls is not None and row is not None and index in self._contributed(len(indices)):
+                self.calls.ended(row, sample, response.ids.tolist())
 
         rollout = self.hybrid.generate(
             [self._prompt(row or 0) for row in chosen],

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +56,14 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
 
 def reward_metrics(responses: Responses, rewarded: Rewarded) -> dict[str, float]:
     """Return the mean of each reward and the share of failed calls of each function; {} if a reward model is alone."""
-    if responses.scored is None and len(rewarded.by_reward) == 1:
+    if not rewarded.failures and len(rewarded.by_reward) == 1:
         return {}
     metrics = {
         f"reward/{name}": mean_of(raw.nan_to_num(0.0), responses.valid & raw.isfinite())
         for name, raw in rewarded.by_reward.items()
     }
-    if responses.scored is not None:
-        names = list(rewarded.by_reward)[-responses.scored.values.shape[1] :]
-        failed = (responses.scored.failures[responses.valid] > 0).float().mean(0).tolist()
-        metrics |= {f"reward_failures/{name}": share for name, share in zip(names, failed, strict=True)}
-    return metrics
+    failures = rewarded.failures.items()
+    return metrics | {f"reward_failures/{name}": mean_of(one.float(), responses.valid) for name, one in failures}
 
 
 def group_metrics(rewarded: Rewarded, sampled: Mapping[str, float] | None, *, group_size: int) -> dict[str, float]:
@@ -80,15 +77,13 @@ def group_metrics(rewarded: Rewarded, sampled: Mapping[str, float] | None, *, gr
     return metrics | {"groups/further_prompts": sampled["further"], "objective/sampled_scores": sampled["score"]}
 
 
-def pass_metrics(
-    responses: Responses, rewarded: Rewarded, functions: Iterable[str], *, group_size: int
-) -> dict[str, float]:
+def pass_metrics(responses: Responses, rewarded: Rewarded, *, group_size: int) -> dict[str, float]:
     """Return for each reward function pass@1 and pass@k.
 
     A response passes if its value is at least 1, a prompt if any of its responses does.
     """
     metrics = dict[str, float]()
-    for name in functions:
+    for name in rewarded.failures:
         counts = (responses.valid & rewarded.by_reward[name].isfinite()).view(-1, group_size)
         passes = counts & (rewarded.by_reward[name] >= 1).view(-1, group_size)
         metrics[f"pass_at_1/{name}"] = mean_of(passes.float(), counts)
@@ -157,10 +152,11 @@ def append_samples(
 ) -> list[dict[str, Any]]:
     """Append the responses of an evaluation on this rank to samples.jsonl, and return the new lines."""
     rows, kl = [], rewarded.kl
+    starts, lengths = responses.prompt_lengths.tolist(), responses.response_lengths.tolist()
     for n in range(len(responses.sequences)):
         if not responses.valid[n]:
             continue
-        start, length = int(responses.prompt_lengths[n]), int(responses.response_lengths[n])
+        start, length = starts[n], lengths[n]
         row = {
             "step": step,
             "prompt": tokenizer.decode(responses.sequences[n, :start], skip_special_tokens=True),

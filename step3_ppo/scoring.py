@@ -4,8 +4,9 @@ Shapes: n rows of a micro-batch, N rows of the rollout, T response tokens, R rew
 pass of the policy, so the first ratio of a rollout is exactly 1.
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +16,38 @@ from torch.nn import functional
 from pipeline import dist
 from pipeline.models.forward.causal_lm import Comparison, TokenStatistics
 from pipeline.models.forward.shared_prompts import SharedPrompts
-from pipeline.rewards.rows import ScoredRows
+from pipeline.rewards.rows import BatchReward, ScoredRows
 from pipeline.training.micro_batches import MicroBatch
-from step3_ppo.experience import Responses, Scores, batch_rows
+from step3_ppo.experience import Responses, RewardScores, Scores, batch_rows
 from step3_ppo.flags.groups import Divergence
 from step3_ppo.models.engines import Models
 from step3_ppo.models.roles import COMPARED
+from step3_ppo.rewarding import fitted_scales
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The forward passes of this rank over its share of all responses.
+
+    responses: all responses.
+    batches: this rank's micro-batches.
+    between: called before each of them; may raise.
+    """
+
+    responses: Responses
+    batches: Sequence[MicroBatch]
+    between: Callable[[], None] = lambda: None
+
+    def run(self, compute: Callable[[Responses, MicroBatch], tuple[Tensor, ...]]) -> list[Tensor]:
+        """Compute columns (n, T') or (n,) of each micro-batch; return those of all ranks' rows. A collective."""
+        parts, indices = [], []
+        for batch, index, part in batch_rows(self.responses, self.batches):
+            self.between()
+            parts.append(compute(part, batch))
+            indices.append(index)
+        return gather_scores(parts, indices, width=self.responses.sampler_log_probs.shape[1])
 
 
 def statistics_of(
@@ -43,7 +70,7 @@ def inputs_of(responses: Responses, batch: MicroBatch) -> dict[str, Any]:
     """Return the inputs of a policy beside the ids of a micro-batch, which select its response tokens."""
     return {
         "attention_mask": responses.attention_mask,
-        "selected": responses.predicts_response,
+        "selected": responses.trained[:, 1:],
         "num_selected": batch.num_response_tokens,
         **settings_of(responses, batch),
     }
@@ -74,18 +101,11 @@ def values_of(critic: Any, responses: Responses, batch: MicroBatch) -> Tensor:
 
 
 @torch.no_grad()
-def policy_log_probs(
-    models: Models,
-    responses: Responses,
-    batches: Sequence[MicroBatch],
-    *,
-    temperature: float,
-    between: Callable[[], None] = lambda: None,
-) -> tuple[Tensor, Tensor]:
-    """Return (N, T) log-probabilities and entropies of the policy; see `score_responses`. A collective.
+def policy_log_probs(models: Models, passes: Passes, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return (N, T) log-probabilities and entropies of the policy. A collective.
 
-    The batches must have exactly the shapes of the first epoch's updates. In 16 bits a forward pass depends on its
-    batch shape, and the first ratio must be 1.
+    The passes must have exactly the shapes of the first epoch's updates. In 16 bits a forward pass depends on its batch
+    shape, and the first ratio must be 1.
     """
 
     def compute(part: Responses, batch: MicroBatch) -> tuple[Tensor, ...]:
@@ -93,32 +113,37 @@ def policy_log_probs(
         assert entropy is not None
         return log_probs, entropy
 
-    log_probs, entropy = over_all(responses, batches, compute, between)
+    log_probs, entropy = passes.run(compute)
     return log_probs, entropy
 
 
 @torch.no_grad()
 def score_responses(
     models: Models,
-    responses: Responses,
-    batches: Sequence[MicroBatch],
+    passes: Passes,
     policy: tuple[Tensor, Tensor | None],
     *,
     temperature: float,
     with_reference: bool = True,
-    between: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """Run reference and critic, if the run has them, over all responses; each rank its micro-batches. A collective.
+    """Run reference and critic, if the run has them, over all responses. A collective.
 
     Args:
-        batches: this rank's micro-batches.
         policy: the log-probabilities and entropies of the policy, or those of the sampler and None.
         with_reference: False: without the reference's log-probabilities, also if the run has one.
-        between: called before each of them; may raise.
     """
     with_reference = with_reference and models.has_reference
-    compute = partial(score_batch, models, temperature=temperature, with_reference=with_reference)
-    columns = over_all(responses, batches, compute, between)
+
+    def compute(part: Responses, batch: MicroBatch) -> tuple[Tensor, ...]:
+        columns = list[Tensor]()
+        if with_reference:
+            with models.reference_policy() as reference:
+                columns.append(statistics_of(reference, part, batch, temperature=temperature).log_probs)
+        if models.critic is not None:
+            columns.append(values_of(models.critic, part, batch))
+        return tuple(columns)
+
+    columns = passes.run(compute)
     models.release_reference()  # the other models may be updated next
     ref_log_probs = columns.pop(0) if with_reference else None
     log_probs, entropy = policy
@@ -126,60 +151,45 @@ def score_responses(
 
 
 @torch.no_grad()
-def reward_model_scores(
-    models: Models,
-    responses: Responses,
-    batches: Sequence[MicroBatch],
-    *,
-    rows: Any,
-    between: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """Return (N, R) raw scores of the R reward models; each rank scores its micro-batches. A collective.
-
-    Args:
-        batches: this rank's micro-batches.
-        rows: the data set of the prompts.
-        between: called before each of them; may raise.
-    """
+def reward_model_scores(models: Models, passes: Passes, *, rows: Any) -> Tensor:
+    """Return (N, R) raw scores of the R reward models; `rows`: data set of the prompts. A collective."""
 
     def compute(part: Responses, batch: MicroBatch) -> tuple[Tensor, ...]:
         seen = scored_rows(models, part, batch, rows)
-        return tuple(one.score(seen) for one in models.rewards)
+        return tuple(scores_by(one, seen) for one in models.rewards)
 
     if not models.rewards:
-        return torch.zeros(len(responses.sequences), 0, device=responses.sequences.device)
-    scores = over_all(responses, batches, compute, between)
+        return passes.responses.sampler_log_probs[:, :0]
+    scores = passes.run(compute)
     for name in models.frozen.keys() - COMPARED:
         models.release_gathered(name)
     return torch.stack(scores, 1)
 
 
-def over_all(
-    responses: Responses,
-    batches: Sequence[MicroBatch],
-    compute: Callable[[Responses, MicroBatch], tuple[Tensor, ...]],
-    between: Callable[[], None],
-) -> list[Tensor]:
-    """Compute columns (n, T') or (n,) of this rank's micro-batches; return those of all ranks' rows. A collective."""
-    parts, indices = [], []
-    for batch, index, part in batch_rows(responses, batches):
-        between()
-        parts.append(compute(part, batch))
-        indices.append(index)
-    return gather_scores(parts, indices, width=responses.sampler_log_probs.shape[1])
+def normalise_by_first(
+    models: Models, responses: Responses, scores: Scores, judged: RewardScores
+) -> tuple[Scores, list[float]]:
+    """Normalise by mean and std of this first rollout from now on.
+
+    Returns `scores` with the critic's values so, and mean and std of each reward model.
+    """
+    text = "--normalise-scores: the %s has no stored mean and std: uses those of the first rollout, %.4g and %.4g"
+    scales = [one for one in fitted_scales(responses, judged) if one is not None]
+    for one, scale in zip(models.rewards, scales, strict=True):
+        if one.scale.takes_first:
+            log.info(text, one.name, scale.mean, scale.std)
+    constants = [value for one in scales for value in (one.mean, one.std)]
+    if models.normalise_by(constants) and scores.values is not None:
+        scores = replace(scores, values=(scores.values - scales[0].mean) / scales[0].std)
+    return scores, constants
 
 
-def score_batch(
-    models: Models, responses: Responses, batch: MicroBatch, *, temperature: float, with_reference: bool
-) -> tuple[Tensor, ...]:
-    """Return (n, T') reference log-probabilities, if asked for, and (n, T') values of a micro-batch, with a critic."""
-    columns = list[Tensor]()
-    if with_reference:
-        with models.reference_policy() as reference:
-            columns.append(statistics_of(reference, responses, batch, temperature=temperature).log_probs)
-    if models.critic is not None:
-        columns.append(values_of(models.critic, responses, batch))
-    return tuple(columns)
+def scores_by(reward: BatchReward, rows: ScoredRows) -> Tensor:
+    """Return (n,) fp32 raw scores on the rows' device. Raises ValueError for another number of scores."""
+    scores = reward.score(rows)
+    if scores.shape != rows.finished.shape:
+        raise ValueError(f"reward {reward.name}: scores of shape {[*scores.shape]} for {len(rows.finished)} rows")
+    return scores.float().to(rows.finished.device)
 
 
 def scored_rows(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> ScoredRows:

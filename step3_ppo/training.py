@@ -5,9 +5,6 @@ The functions below the loop are its steps, in order: each hands the settings of
 
 import logging
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,15 +17,16 @@ from pipeline.generation.rollouts import RandomKey
 from pipeline.heartbeat import beat
 from pipeline.models.flops import training_mfu
 from pipeline.run.run import Run, take_folder
-from pipeline.training.micro_batches import MicroBatch, micro_batches, row_indices, scoring_batches
+from pipeline.training.micro_batches import micro_batches, row_indices, scoring_batches
 from pipeline.training.run_control import RunControl
 from pipeline.training.steps import note_skipped_step
 from step3_ppo.build import build, resume
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Collected, Responses, Scores
+from step3_ppo.experience import Collected, Responses, RewardScores, Scores
 from step3_ppo.mathematics.estimators import next_kl_coef
 from step3_ppo.metrics import METRICS, SHOWN, of_rewards
 from step3_ppo.models.saving import save_models
+from step3_ppo.rewarding import reward_responses
 from step3_ppo.rollout import log_unfinished
 from step3_ppo.rollout_metrics import (
     append_samples,
@@ -39,7 +37,7 @@ from step3_ppo.rollout_metrics import (
     row_values,
     warn_of_equal_rewards,
 )
-from step3_ppo.scoring import policy_log_probs, reward_model_scores, score_responses
+from step3_ppo.scoring import Passes, normalise_by_first, policy_log_probs, reward_model_scores, score_responses
 from step3_ppo.state import PPO, State, checkpoint_content
 from step3_ppo.updater import Update
 
@@ -57,7 +55,7 @@ def train(run: Run, config: PPOConfig) -> None:
     state, rollout = resume(ppo, resumed)  # rollout: None, or the one whose updates were interrupted
     take_folder(run)
     control = make_control(ppo, resumed_step=state.step if resumed else None)
-    with ppo.functions or nullcontext(), control.resumable(state, lambda: checkpoint_content(ppo, state, rollout)):
+    with ppo.calls, control.resumable(state, lambda: checkpoint_content(ppo, state, rollout)):
         while True:
             with control.halving.when_out_of_memory(state):
                 is_done = ppo.schedule.is_done(step=state.step, position=ppo.position(state))
@@ -73,15 +71,14 @@ def train(run: Run, config: PPOConfig) -> None:
                     with optimizer_states_on_host(ppo.idle_optimizers):
                         responses = sample(ppo, state, control)  # 1. to the next prompts, the same on every rank
                         scores = score(ppo, responses, state, control)  # 2. log-probabilities, values
-                        model_scores = score_rewards(ppo, responses, ppo.prompts.train, state, control)  # 3. raw scores
-                        # 4. KL, GAE
-                        rollout = reward(ppo, responses, scores, model_scores, state=state, control=control)
+                        judged = score_rewards(ppo, responses, ppo.prompts.train, state, control)  # 3. raw scores
+                        rollout = reward(ppo, responses, scores, judged, state=state, control=control)  # 4. KL, GAE
 
                 update = step_objectives(ppo, rollout, state, control)  # 5. all that learn step, or none
                 if update is not None:
                     log_update(ppo, rollout, update, state, control)
                 state.update += 1
-                if state.update == len(rollout.minibatches.steps):
+                if state.update == len(rollout.steps):
                     adapt_kl(ppo, rollout, state)  # 6. the KL coefficient follows its target
                     state.finish_rollout()
                     rollout = None
@@ -94,7 +91,7 @@ def make_control(ppo: PPO, *, resumed_step: int | None) -> RunControl:
         ppo.run,
         ppo.fingerprint,
         resumed_step=resumed_step,
-        metrics=METRICS | of_rewards(ppo.reward_names),
+        metrics=METRICS | of_rewards(one.name for one in ppo.rewards),
         engines=ppo.models.named(),
         counts=ppo.prompts.counts,
         # With one step a rollout approx_kl is always 0: the policy has not moved when it is measured.
@@ -109,10 +106,10 @@ def make_control(ppo: PPO, *, resumed_step: int | None) -> RunControl:
 
 
 def sample(ppo: PPO, state: State, control: RunControl) -> Responses:
-    """Sample responses to the next prompts. A collective.
+    """Sample responses to the next prompts; reward functions begin to score those that have ended. A collective.
 
     Raises:
-        Interrupted: the run is to stop, or a reward function failed too often; the rollout is dropped.
+        Interrupted: the run is to stop; the rollout is dropped.
     """
     control.begin("generate")
     beat("generate", state.step)
@@ -142,25 +139,33 @@ def score(ppo: PPO, responses: Responses, state: State, control: RunControl) -> 
     return score_others(ppo, responses, policy, state, control, with_reference=with_reference)
 
 
-def score_rewards(ppo: PPO, responses: Responses, rows: Any, state: State, control: RunControl) -> Tensor:
-    """Return the (N, R) raw scores of the R reward models for responses to `rows`; part of scoring. A collective.
+def score_rewards(ppo: PPO, responses: Responses, rows: Any, state: State, control: RunControl) -> RewardScores:
+    """Return the raw scores of all rewards for responses to `rows`: run the models, wait for functions. A collective.
 
     Raises:
-        Interrupted: the run is to stop; nothing of the rollout is kept.
+        Interrupted: the run is to stop, or a function returned something else than values; the rollout is dropped.
     """
-    batches, between = scoring_parts(ppo, responses, state, control)
-    return reward_model_scores(ppo.models, responses, batches, rows=rows, between=between)
+    passes = scoring_passes(ppo, responses, state, control)
+    return ppo.judged(responses, state, reward_model_scores(ppo.models, passes, rows=rows))
 
 
 def reward(
-    ppo: PPO, responses: Responses, scores: Scores, model_scores: Tensor, *, state: State, control: RunControl
+    ppo: PPO, responses: Responses, scores: Scores, judged: RewardScores, *, state: State, control: RunControl
 ) -> Collected:
-    """Turn scores into rewards and advantages, and return the rollout that is ready for updates with its metrics."""
-    if any(one.takes_first for one in ppo.models.rewards):
-        scores = ppo.normalise_by_first(responses, scores, model_scores, state)
-    k = ppo.config.sampling.num_samples_per_prompt
-    rewarded = ppo.rewarded(responses, scores, model_scores, state, group_size=k, is_counted=True)
-    metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
+    """Turn scores into rewards and advantages, and return the rollout that is ready for updates with its metrics.
+
+    Raises:
+        Interrupted: a reward function failed too often; the rollout is dropped.
+    """
+    if ppo.calls.functions:
+        state.store_tally("failures", ppo.calls.counted(state.tally_before("failures") or {}))
+    if ppo.models.takes_first:
+        scores, state.score_constants = normalise_by_first(ppo.models, responses, scores, judged)
+    k, coefficients = ppo.config.sampling.num_samples_per_prompt, ppo.config.ppo.at(state.step)
+    if ppo.config.rewards.reward_scaling == "running":
+        state.store_tally("spreads", judged.spreads)
+    rewarded = reward_responses(responses, scores, judged, coefficients, kl_coef=state.kl_coef, group_size=k)
+    metrics = rollout_metrics(responses, scores, rewarded, coefficients)
     metrics |= group_metrics(rewarded, state.tally_of_rollout("sampled"), group_size=k)
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
     generate_s = control.recorder.seconds("generate")
@@ -173,7 +178,7 @@ def reward(
         "num_tokens": state.num_tokens + num_tokens,
     }
     control.begin("train")  # from here on optimizer states are on the device again; their memory is not scoring's
-    return Collected(replace(responses, scored=None), rewarded.experience, metrics, ppo.minibatches(responses, state))
+    return Collected(responses, rewarded.experience, metrics)
 
 
 def step_objectives(ppo: PPO, rollout: Collected, state: State, control: RunControl) -> Update | None:
@@ -184,9 +189,11 @@ def step_objectives(ppo: PPO, rollout: Collected, state: State, control: RunCont
     """
     beat("train", state.step)
     micro_batch_size = control.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
-    if rollout.minibatches.size != micro_batch_size:  # halved since the first update; old log-probabilities stay
-        rollout.minibatches = ppo.minibatches(rollout.responses, state)
-    batches = rollout.minibatches.steps[state.update]
+    if rollout.micro_batch_size != micro_batch_size:  # not formed yet, or halved since; old log-probabilities stay
+        lengths = rollout.responses.lengths(packs=ppo.models.pack_rows)
+        rollout.steps = list(ppo.updater.minibatches(lengths, micro_batch_size, rollout=state.rollout))
+        rollout.micro_batch_size = micro_batch_size
+    batches = rollout.steps[state.update]
     size = ppo.updater.step_size(rollout.responses, rollout.experience, batches)
     if not size.num_rows:
         # An epoch's last rollout may end in padding. A step on it would move the weights by AdamW's momentum alone.
@@ -194,7 +201,7 @@ def step_objectives(ppo: PPO, rollout: Collected, state: State, control: RunCont
     control.begin("train")
     if not size.num_trained:
         return Update(batches, size)
-    objectives = ppo.objectives(state, size)
+    objectives = ppo.objectives(state, size, micro_batch_size)
     for engine in ppo.models.trained.values():
         if all(engine is not objective.engine for objective in objectives):
             engine.release_gathered()
@@ -204,14 +211,14 @@ def step_objectives(ppo: PPO, rollout: Collected, state: State, control: RunCont
         rollout.experience,
         batches,
         num_tokens=size.num_trained,
-        rate_factor=ppo.rate(state.step),
+        step=state.step,
         stopping=control.stopping,
     )
     if ppo.config.ppo.divergence:
         ppo.models.release_reference()
     ppo.hybrid.note_update()
-    if stepped and ppo.average is not None:
-        ppo.average.update()
+    if stepped and ppo.models.average is not None:
+        ppo.models.average.update()
     return Update(batches, size, objectives, metrics, stepped)
 
 
@@ -285,10 +292,11 @@ def evaluate(ppo: PPO, state: State, control: RunControl) -> None:
         responses = sampler.sample(list(range(count)), RandomKey(ppo.config.run.seed, "eval"))
         policy = score_policy(ppo, responses, state, control, size, rows_per_step=len(responses.sequences))
         scores = score_others(ppo, responses, policy, state, control)
-        model_scores = score_rewards(ppo, responses, rows, state, control)
-        rewarded = ppo.rewarded(responses, scores, model_scores, state, group_size=1)
-        metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
-        metrics |= pass_metrics(responses, rewarded, ppo.function_weights, group_size=k)
+        judged = score_rewards(ppo, responses, rows, state, control)
+        coefficients = ppo.config.ppo.at(state.step)
+        rewarded = reward_responses(responses, scores, judged, coefficients, kl_coef=state.kl_coef)
+        metrics = rollout_metrics(responses, scores, rewarded, coefficients)
+        metrics |= pass_metrics(responses, rewarded, group_size=k)
         rows = list[dict[str, Any]]()
         if ppo.run.world.is_main:
             path, tokenizer = ppo.run.folder / "samples.jsonl", ppo.models.tokenizer
@@ -302,7 +310,7 @@ def evaluate(ppo: PPO, state: State, control: RunControl) -> None:
 
 def save(ppo: PPO, state: State) -> None:
     """Write the model folders. A collective."""
-    save_models(ppo.run, ppo.models, ppo.average, step=state.step)
+    save_models(ppo.run, ppo.models, step=state.step)
 
 
 # --- helpers of several steps ----------------------------------------------------------------------------------------
@@ -318,9 +326,9 @@ def score_policy(
     lengths = responses.lengths(packs=ppo.models.pack_rows)
     rows, rows_per_step = range(len(lengths)), rows_per_step or ppo.schedule.rows_per_step
     steps = micro_batches(rows, lengths, rows_per_step=rows_per_step, world=ppo.run.world, size=size)
-    batches, temperature = [batch for step in steps for batch in step], ppo.config.sampling.temperature
-    between = partial(between_batches, state, control)
-    return policy_log_probs(ppo.models, responses, batches, temperature=temperature, between=between)
+    batches = [batch for step in steps for batch in step]
+    passes = Passes(responses, batches, partial(between_batches, state, control))
+    return policy_log_probs(ppo.models, passes, temperature=ppo.config.sampling.temperature)
 
 
 def score_others(
@@ -333,22 +341,17 @@ def score_others(
     with_reference: bool = True,
 ) -> Scores:
     """Run reference and critic over the responses. A collective; raises Interrupted."""
-    batches, between = scoring_parts(ppo, responses, state, control)
-    settings: dict[str, Any] = {"temperature": ppo.config.sampling.temperature, "with_reference": with_reference}
-    return score_responses(ppo.models, responses, batches, policy, between=between, **settings)
+    passes, temperature = scoring_passes(ppo, responses, state, control), ppo.config.sampling.temperature
+    return score_responses(ppo.models, passes, policy, temperature=temperature, with_reference=with_reference)
 
 
-def scoring_parts(
-    ppo: PPO, responses: Responses, state: State, control: RunControl
-) -> tuple[list[MicroBatch], Callable[[], None]]:
-    """Return this rank's micro-batches of scoring, and a function to call between two of them.
-
-    On an out-of-memory error the size of these micro-batches is halved.
-    """
+def scoring_passes(ppo: PPO, responses: Responses, state: State, control: RunControl) -> Passes:
+    """Return the passes of scoring; on an out-of-memory error the size of their micro-batches is halved."""
     beat("score", state.step)
     lengths = responses.lengths(packs=ppo.models.pack_rows)
     tokens = control.halving.batch_size(state, "score", SCORING_TOKENS, smallest=max(lengths.whole))
-    return scoring_batches(lengths, world=ppo.run.world, tokens=tokens), partial(between_batches, state, control)
+    batches = scoring_batches(lengths, world=ppo.run.world, tokens=tokens)
+    return Passes(responses, batches, partial(between_batches, state, control))
 
 
 def between_batches(state: State, control: RunControl) -> None:

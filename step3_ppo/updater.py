@@ -1,9 +1,10 @@
 """Take an optimizer step of PPO: gradients of the objectives on a minibatch, then all models step, or none does."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from pipeline import dist
 from pipeline.random_numbers import permutation
@@ -44,18 +45,22 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Updater:
-    """The settings of a rollout's optimizer steps.
+    """The settings of optimizer steps.
 
     world: ranks and device.
     num_epochs: passes over a rollout.
     rows_per_step: sequences of one optimizer step over all ranks.
     seed: seed of the order of rows in minibatches.
+    rate: step -> share of the peak learning rate.
+    own_loss: the user's policy loss; None: a built-in one.
     """
 
     world: dist.World
     num_epochs: int
     rows_per_step: int
     seed: int
+    rate: Callable[[int], float]
+    own_loss: Callable[..., Tensor] | None = None
 
     def minibatches(self, lengths: Lengths, size: int, *, rollout: int) -> Iterator[list[MicroBatch]]:
         """Yield this rank's micro-batches of every optimizer step on rollout number `rollout`, epoch by epoch.
@@ -73,7 +78,7 @@ class Updater:
         """Count the rows and tokens of a step over all ranks. A collective."""
         rows = row_indices(batches, responses.valid.device)
         valid = responses.valid[rows]
-        lengths = torch.where(valid, (responses.prompt_lengths + responses.response_lengths)[rows], 0)
+        lengths = torch.where(valid, responses.sequence_lengths[rows], 0)
         masks = (responses.response_mask[rows], experience.response_mask[rows])
         counted = (valid, lengths, lengths.square(), *masks, masks[1].any(1))
         shared = [length for batch in batches for length in batch.shared]
@@ -89,10 +94,10 @@ class Updater:
         batches: Sequence[MicroBatch],
         *,
         num_tokens: int,
-        rate_factor: float,
+        step: int,
         stopping: Stopping,
     ) -> tuple[dict[str, float], bool]:
-        """Take one optimizer step of all objectives; at least one row must count. A collective.
+        """Take optimizer step number `step` (the first is 0) of all objectives; some row must count. A collective.
 
         Losses are sums over response tokens divided by `num_tokens`, their number in the whole step on all ranks.
 
@@ -116,7 +121,7 @@ class Updater:
         for objective in objectives:
             objective.text_backward(sums)
         totals = sums.over_ranks()
-        stepped = step_together(list(engines), rate_factor, loss=sum(totals[name] for name in sums.sums))
+        stepped = step_together(list(engines), self.rate(step), loss=sum(totals[name] for name in sums.sums))
         metrics: dict[str, float] = {}
         for objective in objectives:
             metrics |= objective.metrics(totals, num_tokens) | {

@@ -16,7 +16,7 @@ from typing import Any
 # Module, class (or none), function -> the phase that it is.
 WATCHED = {
     ("step3_ppo.rollout", "Sampler", "sample"): "generate",
-    ("step3_ppo.scoring", "", "over_all"): "score",
+    ("step3_ppo.scoring", "Passes", "run"): "score",
     ("step3_ppo.updater", "Updater", "update"): "train",
 }
 

@@ -7,6 +7,7 @@ A loop decides where an accumulation ends and whether to step: `backward(loss, l
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Literal
 
 import deepspeed
@@ -17,6 +18,7 @@ from torch import nn
 from pipeline import dist
 from pipeline.engine.eight_bit import adamw_8bit
 from pipeline.engine.zero3 import Gather, Zero3Weights, remove_hooks, set_gathering
+from pipeline.models.flops import TrainingWork, training_work
 from pipeline.models.forward.fused_layers import fuse_layers
 from pipeline.models.partitions import gathered
 from pipeline.tensor_ops import tensor_norms
@@ -116,6 +118,11 @@ class TrainingEngine:
         if self.weights is not None:
             self.weights.gather()
         return self.deepspeed(*args, **kwargs)
+
+    @cached_property
+    def work(self) -> TrainingWork:
+        """The matrix operations of a forward and a backward pass."""
+        return training_work(self.module.model)
 
     def release_gathered(self) -> None:
         """Release the weights that ZeRO-3 gathered since the last release; `step` does this too."""

@@ -36,6 +36,7 @@ class RewardFunction:
     args: Mapping[str, Any] = field(default_factory=dict)
     digest: str = ""
     modules: Mapping[str, str] = field(default_factory=dict)
+    scale = None  # its values are summed as they are
 
     @property
     def shown_args(self) -> Any:

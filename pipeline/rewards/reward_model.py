@@ -19,16 +19,19 @@ from pipeline.data.turns import Message
 from pipeline.models.reward_model import last_token_scores
 from pipeline.models.source import ModelSource
 from pipeline.models.tokenizers import same_tokens, set_template_values, template_values
-from pipeline.rewards.rows import ScoredRows
+from pipeline.rewards.rows import Scale, ScoredRows
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RewardModel:
     """A reward by a model with a scalar head.
 
+    name: what metrics and messages call it.
+    weight: factor of its normalised score in the sum.
+    scale: constants that normalise its scores.
     open: opens a context with the engine: a frozen one, or the critic's, which then computes raw scores as before its
         training: LoRA's adapter is switched off, or replaced by a copy of the adapter that training began with.
     tokenizer: the model's own tokenizer, if it scores text; None: it scores the token ids of the sequences.
@@ -36,6 +39,9 @@ class RewardModel:
     reads_columns: False: scores do not depend on the data set's other columns (`ScoredRow.extra`).
     """
 
+    name: str
+    weight: float
+    scale: Scale
     open: Callable[[], AbstractContextManager[Any]]
     tokenizer: PreTrainedTokenizerBase | None
     num_positions: int | None = None

@@ -1,8 +1,8 @@
-"""The input of rewards (sampled responses and their prompts, as tokens and text) and the weight of each reward."""
+"""The interface of rewards, and the input of reward models: sampled responses with prompts, as tokens and text."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -66,42 +66,48 @@ class ScoredRows:
             yield ScoredRow(turns, str(text), sequence[: start + length], bool(self.finished[n]), extra)
 
 
-class Reward(Protocol):
-    """A reward of responses; reads_columns: its scores depend on `ScoredRow.extra`, so a resumed run must share it."""
-
-    reads_columns: bool
-
-    def score(self, rows: ScoredRows) -> Tensor:
-        """Return (n,) fp32, higher is better; NaN where a row has none."""
-
-
 @dataclass(frozen=True, slots=True)
-class WeightedReward:
-    """A reward among those of a run: each is normalised by its own constants, clipped, and summed with its weight.
+class Scale:
+    """The constants that normalise the raw scores of a reward model.
 
-    name: what messages call it.
-    reward: what scores responses.
-    weight: factor of its normalised score in the sum.
-    mean: mean of its raw scores.
-    std: standard deviation of its raw scores, above 0.
+    mean: their mean.
+    std: their standard deviation, above 0.
     takes_first: both are to be those of the scores of the first rollout.
     """
 
-    name: str
-    reward: Reward
-    weight: float
     mean: float
     std: float
     takes_first: bool = False
 
-    def fitted(self, scores: Tensor) -> "WeightedReward":
-        """Return it with the mean and standard deviation of these raw scores, (n,)."""
-        mean, std = measured_constants(scores)
-        return replace(self, mean=mean, std=std, takes_first=False)
+    def fitted(self, scores: Tensor) -> "Scale":
+        """Return the constants of these raw scores (n,) if they are to be taken, else its own."""
+        return Scale(*measured_constants(scores)) if self.takes_first else self
+
+
+class Reward(Protocol):
+    """A reward of responses: a reward model, a function, or the LLM judge, which is a function.
+
+    name: what metrics and messages call it.
+    weight: factor of its score in the sum.
+    scale: normalises the scores of a model, which are then clipped; None: those of a function are summed as they are.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def scale(self) -> Scale | None: ...
+
+
+class BatchReward(Reward, Protocol):
+    """A reward that scores micro-batches of responses: a reward model, or a class of your own.
+
+    reads_columns: its scores depend on `ScoredRow.extra`, so a resumed run must share it.
+    """
+
+    scale: Scale
+    reads_columns: bool
 
     def score(self, rows: ScoredRows) -> Tensor:
-        """Return (n,) fp32 raw scores on the rows' device. Raises ValueError for another number of scores."""
-        scores = self.reward.score(rows)
-        if scores.shape != rows.finished.shape:
-            raise ValueError(f"reward {self.name}: scores of shape {[*scores.shape]} for {len(rows.finished)} rows")
-        return scores.float().to(rows.finished.device)
+        """Return (n,) fp32, higher is better; NaN where a row has none."""

@@ -23,7 +23,7 @@ from pipeline.data.counts import Counts
 from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
 from pipeline.engine.engine import TrainingEngine
 from pipeline.heartbeat import beat
-from pipeline.models.flops import TrainingWork, training_mfu, training_work
+from pipeline.models.flops import training_mfu
 from pipeline.models.forward.packed_attention import uses_packed_attention
 from pipeline.models.loading import base_model
 from pipeline.random_numbers import seed_dropout
@@ -51,7 +51,6 @@ class Supervised(Generic[C, B]):
     held_out: batch size -> this rank's evaluation batches, as functions that collate.
     counts: rows of the data set by what became of them.
     engine: model with its optimizer.
-    work: matrix operations of the model's passes.
     total_steps: optimizer steps of the run.
     rate: step -> share of the peak learning rate.
     """
@@ -63,7 +62,6 @@ class Supervised(Generic[C, B]):
     held_out: Callable[[int], list[Callable[[], B]]]
     counts: Counts
     engine: TrainingEngine
-    work: TrainingWork
     total_steps: int
     rate: Callable[[int], float]
 
@@ -154,7 +152,7 @@ class Supervised(Generic[C, B]):
         seconds, world = control.recorder.seconds("train"), self.run.world
         packs = uses_packed_attention(base_model(self.engine.module.model).config)
         taken = torch.cat(list(shared)) if shared and packs else torch.zeros(1, dtype=torch.int64)
-        flops = self.work.flops(
+        flops = self.engine.work.flops(
             num_tokens=step.num_tokens - world.size * int(taken.sum()),  # ranks have nearly the same tokens
             num_squares=step.num_squares - world.size * int(taken.square().sum()),
             num_head_tokens=step.num_trained,
@@ -216,8 +214,8 @@ def assemble(
         return evaluation_batches(data.eval, collate, batch_size=size, max_rows=max_rows, **ranks)
 
     total_steps = loader.total_steps(settings.num_train_epochs, settings.max_steps)
-    work, rate = training_work(engine.module.model), rate_factor(optimizer, total_steps=total_steps)
-    return Supervised(run, config, tokenizer, loader, held_out, data.counts, engine, work, total_steps, rate)
+    rate = rate_factor(optimizer, total_steps=total_steps)
+    return Supervised(run, config, tokenizer, loader, held_out, data.counts, engine, total_steps, rate)
 
 
 def log_best(run: Run, name: str, *, step: int, value: float) -> None:

@@ -312,6 +312,12 @@ class PPOCoefficients(Group):
                 "none would train the policy; give less, or more steps (--max-steps, --num-train-epochs)"
             )
 
+    def at(self, step: int) -> Self:
+        """Return the coefficients of a rollout at this step."""
+        if step >= self.critic_warmup_steps:
+            return self
+        return self.model_copy(update={"returns_lambda": 1.0})  # Monte-Carlo returns, not the critic's own guesses
+
     @model_validator(mode="after")
     def _numbers_fit(self) -> Self:
         if 0 < self.dual_clip <= 1:

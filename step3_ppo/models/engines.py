@@ -3,15 +3,15 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.engine.build import frozen_engine, language_model_engine, load_policy, value_model_engine
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.engine.moving_average import MovingAverage
 from pipeline.engine.start_models import check_start_models
 from pipeline.models.forward.packed_attention import enable_packed_attention, uses_packed_attention
 from pipeline.models.loading import base_model
@@ -19,7 +19,7 @@ from pipeline.models.lora import keep_start_adapter, start_model
 from pipeline.models.reward_model import has_score_head, load_reward_model, score_constants
 from pipeline.models.source import ModelSource, check_positions, num_positions, prepare_tokenizer
 from pipeline.rewards.reward_model import RewardModel, separate_tokenizer
-from pipeline.rewards.rows import WeightedReward
+from pipeline.rewards.rows import BatchReward, Scale
 from pipeline.run.run import Run
 from step3_ppo.config import LENGTH_FLAGS, PPOConfig
 from step3_ppo.models.roles import COMPARED, Role
@@ -38,13 +38,15 @@ class Models:
         the reward model, with the head that it began with.
     rewards: reward models, with their constants.
     has_reference: False = the run needs no log-probabilities of a reference policy. A teacher is one.
+    average: moving average of the actor's weights; None without --enable-ema.
     """
 
     tokenizer: Any
     trained: dict[str, TrainingEngine]
     frozen: dict[str, FrozenEngine]
-    rewards: list[WeightedReward]
+    rewards: list[BatchReward]
     has_reference: bool = True
+    average: MovingAverage | None = None
 
     @property
     def actor(self) -> TrainingEngine:
@@ -68,21 +70,19 @@ class Models:
             for engine in self.named().values()
         )
 
-    def fitted(self, model_scores: Tensor) -> list[WeightedReward]:
-        """Return the reward models; those without stored constants take the mean and std of these raw scores.
-
-        model_scores: (n, R) fp32.
-        """
-        return [one.fitted(model_scores[:, n]) if one.takes_first else one for n, one in enumerate(self.rewards)]
+    @property
+    def takes_first(self) -> bool:
+        """True if a reward model is to be normalised by the scores of the first rollout."""
+        return any(one.scale.takes_first for one in self.rewards)
 
     def normalise_by(self, constants: Sequence[float]) -> bool:
         """Set mean and std of the scores of each reward model; a critic without constants takes those of the first.
 
         Returns True if the critic takes them. It does not if the first reward model has stored constants.
         """
-        is_first, critic = self.rewards[0].takes_first, self.critic
-        for n, (mean, std) in enumerate(zip(constants[::2], constants[1::2], strict=True)):
-            self.rewards[n] = replace(self.rewards[n], mean=mean, std=std, takes_first=False)
+        is_first, critic = self.rewards[0].scale.takes_first, self.critic
+        for one, mean, std in zip(self.rewards, constants[::2], constants[1::2], strict=True):
+            one.scale = Scale(mean, std)
         mean, std, *_ = constants
         if not is_first or critic is None or (critic.module.score_mean, critic.module.score_std) != (0.0, 1.0):
             return False
@@ -179,15 +179,13 @@ def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     return models
 
 
-def scoring_model(config: PPOConfig, models: Models, sources: Sources, role: Role) -> WeightedReward:
+def scoring_model(config: PPOConfig, models: Models, sources: Sources, role: Role) -> RewardModel:
     """Return a reward model with its weight and the constants that stage 2 stored in its folder, if any."""
     start = sources.starts[role.name].config
     constants = score_constants(start) if config.ppo.normalise_scores else (0.0, 1.0)
-    mean, std = constants or (0.0, 1.0)
-    opened = partial(models.reward_model, role.name)
-    model = RewardModel(opened, sources.reward_tokenizers[role.name], num_positions(start))
-    settings = {"weight": config.weight_of(role), "mean": mean, "std": std}
-    return WeightedReward(role.title, model, takes_first=constants is None, **settings)
+    scale = Scale(*(constants or (0.0, 1.0)), takes_first=constants is None)
+    opened, tokenizer = partial(models.reward_model, role.name), sources.reward_tokenizers[role.name]
+    return RewardModel(role.title, config.weight_of(role), scale, opened, tokenizer, num_positions(start))
 
 
 def make_trained(run: Run, config: PPOConfig, role: Role, source: ModelSource) -> TrainingEngine:

@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.checkpoints.model_folder import save_trained
 from pipeline.checkpoints.offline import OfflineCheckpoint
-from pipeline.engine.moving_average import MovingAverage
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.source import ModelSource
 from pipeline.run.run import Run
@@ -16,14 +15,14 @@ from step3_ppo.models.engines import Models, head_settings
 from step3_ppo.models.roles import Role
 
 
-def save_models(run: Run, models: Models, average: MovingAverage | None, *, step: int) -> None:
+def save_models(run: Run, models: Models, *, step: int) -> None:
     """Write the model folders. A collective."""
     config: PPOConfig = run.resolved.config
     for role in config.trained_roles:
         module = models.trained[role.name].module
         save_model(run, role, module, models.tokenizer, step=step)
-        if role.name == "actor" and average is not None:
-            with average.swapped_in():
+        if role.name == "actor" and models.average is not None:
+            with models.average.swapped_in():
                 save_model(run, role, module, models.tokenizer, step=step, is_average=True)
 
 

@@ -10,7 +10,7 @@ import torch
 from stages import current_world
 from support.decode_models import EOS, KEY, PAD, llama, opt, random_prompts, shaken_all
 from support.ds_arguments import PARTITIONED, built
-from worker_ppo import setup, tensors_of
+from worker_ppo import responses_of, setup
 
 from pipeline import dist
 from pipeline.configuration.groups import ModelConfig
@@ -125,7 +125,7 @@ def step_3(inputs: Path) -> dict[str, Any]:
     backend = ("--generation-engine", "eager") if size == 1 else ("--generation-engine", "fused")
     words = (*backend, "--inference-tp-size", size, "--max-answer-seq-len", 4, *STOP)
     loop = setup(inputs, 2 // size, words)
-    responses = tensors_of(loop.collect().responses)
+    responses = responses_of(loop.collect().responses)
     generator = loop.ppo.hybrid._generator
     copied = generator.forward.num_copied_bytes if generator else 0
     return {"responses": responses, "copied bytes": copied, "stopped": num_stopped(responses)}

@@ -17,11 +17,11 @@ from pipeline.checkpoints import checkpoint
 from pipeline.errors import Interrupted
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.rendezvous import num_ranks
-from pipeline.rewards.rows import ScoredRows, WeightedReward
+from pipeline.rewards.rows import Scale, ScoredRows
 from step3_ppo import training
 from step3_ppo import updater as updater_module
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Collected
+from step3_ppo.experience import Collected, Responses
 from step3_ppo.state import checkpoint_content
 
 Words = tuple[object, ...]
@@ -59,9 +59,15 @@ def tensors_of(rows: Any) -> dict[str, torch.Tensor]:
     return {f.name: value for f in fields(rows) if (value := getattr(rows, f.name)) is not None}
 
 
+def responses_of(responses: Responses) -> dict[str, torch.Tensor]:
+    """The tensors of responses, and the lengths that follow from them."""
+    lengths = {"prompt_lengths": responses.prompt_lengths, "response_lengths": responses.response_lengths}
+    return tensors_of(responses) | lengths
+
+
 def rollout_findings(loop: PPOLoop, collected: Collected) -> dict[str, Any]:
     return {
-        "responses": tensors_of(collected.responses),
+        "responses": responses_of(collected.responses),
         "scores": {name: tensor for name, tensor in tensors_of(loop.scores).items() if tensor is not None}
         | {"judged": loop.judged},
         "experience": collected.experience.tensors(""),
@@ -97,7 +103,7 @@ def rollouts(
 class GuessedLength:
     """A reward of plain Python, of a column of the prompt's row."""
 
-    reads_columns = True
+    name, weight, scale, reads_columns = "guess", -0.25, Scale(30.0, 20.0), True
 
     def score(self, rows: ScoredRows) -> torch.Tensor:
         return torch.tensor([float(row.extra["guess"] * len(row.ids)) for row in rows])
@@ -106,7 +112,7 @@ class GuessedLength:
 def two_rewards(inputs: Path, stage: int) -> dict[str, Any]:
     """Two rollouts that a reward model and a function judge; the guesses of their prompts, as the file has them."""
     loop = setup(inputs, 2 // dist.world_size(), ("--data-path", inputs / "guesses.jsonl"), stage=stage)
-    loop.ppo.models.rewards.append(WeightedReward("guess", GuessedLength(), weight=-0.25, mean=30.0, std=20.0))
+    loop.ppo.models.rewards.append(GuessedLength())
     guesses = {row["prompt"]: row["guess"] for row in map(json.loads, (inputs / "guesses.jsonl").open())}
     found = []
     for _ in range(2):
@@ -161,8 +167,8 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
     models, state = loop.ppo.models, loop.state
     collected = loop.collect()
     before = {"actor": weights(models.actor), "critic": weights(models.critic)}
-    assert loop.ppo.average is not None
-    average = {name: value.clone() for name, value in loop.ppo.average.averages.items()}
+    assert loop.ppo.models.average is not None
+    average = {name: value.clone() for name, value in loop.ppo.models.average.averages.items()}
 
     def update() -> tuple[dict[str, float], bool]:
         update = training.step_objectives(loop.ppo, collected, state, loop.control)
@@ -181,7 +187,7 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
         for name, module in (("actor", models.actor), ("critic", models.critic))
         for key, value in weights(module).items()
     )
-    drifted = max((loop.ppo.average.averages[name] - average[name]).abs().max().item() for name in average)
+    drifted = max((loop.ppo.models.average.averages[name] - average[name]).abs().max().item() for name in average)
     seen: list[Any] = []
     with watched_steps(updater_module, seen):
         metrics, stepped_again = update()
@@ -202,8 +208,8 @@ def saved(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     """The three folders after one rollout, as read from disk; and the live actor's weights after saving."""
     loop = setup(inputs, 2 // dist.world_size(), ("--enable-ema", "--ema-decay", 0.5, *words), stage=stage)
     loop.update(loop.collect())
-    assert loop.ppo.average is not None
-    with loop.ppo.average.swapped_in():
+    assert loop.ppo.models.average is not None
+    with loop.ppo.models.average.swapped_in():
         swapped = weights(loop.ppo.models.actor)
     before = weights(loop.ppo.models.actor)
     training.save(loop.ppo, loop.state)
@@ -246,7 +252,7 @@ def resumed(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
         "uninterrupted": [[values.get(name, 0.0) for name in LOGGED] for _, values in whole.control.steps[-steps:]],
         "resumed": [[values.get(name, 0.0) for name in LOGGED] for _, values in second.control.steps],
         "states": [whole.state.kl_coef, second.state.kl_coef],
-        "averages": [whole.ppo.average.averages, second.ppo.average.averages],
+        "averages": [whole.ppo.models.average.averages, second.ppo.models.average.averages],
         "weights": [weights(whole.ppo.models.actor), weights(second.ppo.models.actor)],
     }
 
@@ -299,7 +305,7 @@ def with_functions(inputs: Path) -> dict[str, Any]:
     texts = [json.loads(rows[n]["messages"])[0]["content"] for n in order if n is not None]
     held_out = [json.loads(row["messages"])[0]["content"] for row in loop.ppo.prompts.eval]
     found: dict[str, Any] = {"texts": texts, "order": order}
-    with loop.ppo.functions:
+    with loop.ppo.calls:
         for does in ("raise", "nonsense", "tokens"):
             for which, prompts in (("last", texts[-3:]), ("all", texts)):
                 dist.on_main(partial((inputs / "does.json").write_text, json.dumps([does, prompts])))

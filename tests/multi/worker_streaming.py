@@ -8,7 +8,7 @@ from typing import Any
 from stages import current_world
 from support.decode_models import KEY, NUM_TOKENS, PAD, llama, opt, random_prompts
 from worker_decode import FUSED, STOP, change_weights, engine_of, findings, num_stopped, stopped_by_the_last_rank
-from worker_ppo import setup, tensors_of
+from worker_ppo import responses_of, setup
 
 from pipeline.engine.engine import TrainingEngine
 from pipeline.generation import scheduler, sources
@@ -96,11 +96,11 @@ def step_3(inputs: Path) -> dict[str, Any]:
     words = ("--generation-engine", "fused", "--rollout-weights", "streamed", "--max-answer-seq-len", 2, *STOP)
     loop = setup(inputs, 1, words, stage=3)
     hybrid = loop.ppo.hybrid
-    streamed = tensors_of(loop.collect().responses)
+    streamed = responses_of(loop.collect().responses)
     groups = groups_of(hybrid)
     whole = HybridEngine(hybrid.engine, hybrid.vocabulary, options=WHOLE)
     loop.ppo = replace(loop.ppo, hybrid=whole)
-    found = {"streamed": streamed, "whole": tensors_of(loop.collect().responses)}
+    found = {"streamed": streamed, "whole": responses_of(loop.collect().responses)}
     return {**found, "groups": groups, "stopped": num_stopped(streamed)}
 
 

@@ -6,14 +6,13 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-import torch
 from support.messages import naming
 
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.rewards.failures import FailureWindow, counts_of
 from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure, Responses
-from pipeline.rewards.rollout import RolloutScoring, RunFunctions
+from pipeline.rewards.rollout import FunctionCalls
 
 RAISED = Failure("raised", "ValueError: no (f.py:3)")
 WINDOW = FailureWindow()
@@ -140,14 +139,15 @@ class PlayedPool:
     ],
 )
 def test_batches_of_an_evaluation_that_fail_one_after_the_other_end_the_run(batches, ended, failed):
-    functions, end, line = RunFunctions(PlayedPool(), max_failures=0.05, takes_tokens=True), None, ""
+    pool, end, line = PlayedPool(), None, ""
+    calls = FunctionCalls(pool, max_failures=0.05, takes_tokens=True)
     for number, values in enumerate(batches):
-        scoring = RolloutScoring(functions, [{"messages": "[]"}] * len(values), TOKENIZER, num_samples=1, step=number)
-        functions.pool.played = iter(values)
-        for place in range(len(values)):
-            scoring.ended(place, place, 0, [place])
+        calls.begin([{"messages": "[]"}] * len(values), TOKENIZER, num_samples=1, step=number)
+        pool.played = iter(values)
+        for row in range(len(values)):
+            calls.ended(row, 0, [row])
         try:
-            scoring.gather(lambda: None)
+            calls.wait(lambda: False)
         except InputError as error:
             end, line = number, str(error)
             break
@@ -157,12 +157,10 @@ def test_batches_of_an_evaluation_that_fail_one_after_the_other_end_the_run(batc
 
 def test_rollouts_that_fail_wholly_on_one_rank_alone_end_no_run():
     """Of 64 ranks one has lost its workers: 1.6 % of all responses."""
-    functions, before = RunFunctions(PlayedPool(), max_failures=0.05, takes_tokens=True), {}
+    calls, before = FunctionCalls(PlayedPool(), max_failures=0.05, takes_tokens=True), {}
     for step in range(5):
-        scoring = RolloutScoring(functions, [{"messages": "[]"}] * 8, TOKENIZER, num_samples=1, step=step)
-        for place in range(8):
-            scoring.ended(place, place, 0, [1])
-        scoring.gather(lambda: None)
-        numbers = torch.zeros(8 * 64, 1, dtype=torch.int64)
-        numbers[:8] = 1
-        before = functions.counted(before, [(scoring, numbers)])
+        calls.begin([{"messages": "[]"}] * 8, TOKENIZER, num_samples=1, step=step)
+        for row in range(8):
+            calls.ended(row, 0, [1])
+        calls.by_row = calls.wait(lambda: False) | {row: {"f": [0.0]} for row in range(8, 8 * 64)}
+        before = calls.counted(before)

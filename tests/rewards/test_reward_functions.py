@@ -13,7 +13,7 @@ from support.reward_functions import scores, to
 from pipeline.errors import InputError
 from pipeline.rewards.functions import RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import RewardPool
-from pipeline.rewards.rollout import RolloutScoring, RunFunctions
+from pipeline.rewards.rollout import FunctionCalls
 
 CODE = "def length(completions):\n    return [len(text) for text in completions]\n"
 # What a box has, for this process and, as a module that Python imports at its start, for workers.
@@ -133,19 +133,20 @@ def test_without_functions_a_pool_starts_nothing():
         assert pool.gather([pool.submit(to("a"))]) == [{}]
 
 
-def scoring_by(pool: Any, *, takes_tokens: bool) -> RolloutScoring:
+def calls_by(pool: Any, *, takes_tokens: bool) -> FunctionCalls:
     """The calls for a rollout of eight prompts with three responses each, whose text is the list of their ids."""
     tokenizer: Any = SimpleNamespace(batch_decode=lambda rows, **_: [f" {ids} " for ids in rows])
-    functions = RunFunctions(pool, max_failures=0.05, takes_tokens=takes_tokens)
-    return RolloutScoring(functions, [{"messages": "[]"}] * 8, tokenizer, num_samples=3, step=0)
+    calls = FunctionCalls(pool, max_failures=0.05, takes_tokens=takes_tokens)
+    calls.begin([{"messages": "[]"}] * 8, tokenizer, num_samples=3, step=0)
+    return calls
 
 
 def test_functions_get_the_responses_to_a_prompt_by_their_numbers_in_whatever_order_they_end():
     given = []
     pool = SimpleNamespace(functions=[RewardFunction("f", "f")], submit=given.append)
-    scoring = scoring_by(pool, takes_tokens=True)
-    for place, row, sample in ((0, 7, 2), (1, 4, 0), (0, 7, 0), (1, 4, 2), (0, 7, 1), (1, 4, 1)):
-        scoring.ended(place, row, sample, [row, sample])
+    calls = calls_by(pool, takes_tokens=True)
+    for row, sample in ((7, 2), (4, 0), (7, 0), (4, 2), (7, 1), (4, 1)):
+        calls.ended(row, sample, [row, sample])
     assert [one.row.split()[0] for one in given] == ["8", "5"]
     assert [one.ids for one in given] == [[[7, 0], [7, 1], [7, 2]], [[4, 0], [4, 1], [4, 2]]]
     assert [one.texts for one in given] == [[str(ids) for ids in one.ids] for one in given]
@@ -157,8 +158,8 @@ def test_values_of_tokens_are_refused_in_any_response(values):
     pool = SimpleNamespace(
         functions=[RewardFunction("f", "f")], submit=lambda *_: 0, gather=lambda handles, _: [{"f": values}]
     )
-    scoring = scoring_by(pool, takes_tokens=False)
+    calls = calls_by(pool, takes_tokens=False)
     for sample in range(3):
-        scoring.ended(0, 7, sample, [sample])
+        calls.ended(7, sample, [sample])
     with pytest.raises(InputError, match=naming("a value for each token")):
-        scoring.gather(lambda: None)
+        calls.wait(lambda: False)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from pipeline.data.templates import set_template
 from pipeline.data.turns import Message
 from pipeline.rewards.reward_model import RewardModel, scored_ids
-from pipeline.rewards.rows import ScoredRows
+from pipeline.rewards.rows import Scale, ScoredRows
 
 PROMPTS = ("How?", "Where is it?")
 RESPONSES = (" The fox", " Paris is here.")
@@ -66,7 +66,7 @@ def test_a_reward_model_of_other_tokens_packs_its_own_tokens(bpe_tokenizer, tiny
 
         yield model
 
-    scores = RewardModel(opened, tokenizer).score(rows)
+    scores = RewardModel("reward model", 1.0, Scale(0.0, 1.0), opened, tokenizer).score(rows)
     expected = [
         scored_ids(tokenizer, row.messages, row.response.strip(), row.finished, num_positions=None) for row in rows
     ]

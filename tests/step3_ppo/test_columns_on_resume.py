@@ -13,7 +13,7 @@ from support.tiny_run import write_lines
 from pipeline.checkpoints import checkpoint
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
-from pipeline.rewards.rows import ScoredRows, WeightedReward
+from pipeline.rewards.rows import Scale, ScoredRows
 from pipeline.run.run import Run, StopRequest
 from step3_ppo import build as building
 from step3_ppo.config import PPOConfig
@@ -27,7 +27,7 @@ CHANGED = "columns of prompts: got content [0-9a-f]{12}, .* content [0-9a-f]{12}
 class Answers:
     """A reward that reads the column `answer`."""
 
-    reads_columns = True
+    name, weight, scale, reads_columns = "answers", 1.0, Scale(0.0, 1.0), True
 
     def score(self, rows: ScoredRows) -> torch.Tensor:
         return torch.tensor([float(row.extra["answer"]) for row in rows])
@@ -57,7 +57,7 @@ def resumes(world, folder: Path, tmp_path: Path, monkeypatch) -> Callable[..., b
         def make(*parts: Any) -> Any:
             models = make_models(*parts)
             if reads:
-                models.rewards.append(WeightedReward("answers", Answers(), weight=1.0, mean=0.0, std=1.0))
+                models.rewards.append(Answers())
             return models
 
         monkeypatch.setattr(building, "make_models", make)

@@ -10,15 +10,14 @@ from support.marks import slow_but
 from support.ppo_loop import PPOLoop, loop_on_random_prompts
 from support.ppo_settings import ppo_config
 from support.ppo_updates import TEMPERATURE, weights
-from support.reward_rows import rows_of
+from support.reward_rows import constants, of_models, rows_of
 from support.tiny_models import give_template, save_tiny
 from transformers import AutoModelForCausalLM
 
-from pipeline.rewards.rows import WeightedReward
 from step3_ppo.experience import Collected, Scores
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.models.engines import Models
-from step3_ppo.rewarding import Terms, reward_responses
+from step3_ppo.rewarding import reward_responses
 
 VOCABULARY = 400
 KINDS = ("reverse_kl", "forward_kl", "jsd")
@@ -128,10 +127,10 @@ def test_rewards_are_compared_within_a_prompt_and_added_to_what_the_teacher_says
     ppo = PPOCoefficients(
         method="distill", kl_coef=0.5, gamma=0.0, whiten_advantages=False, reward_clip=100.0, missing_eos_penalty=0.0
     )
-    judged = torch.tensor([[3.0], [1.0], [5.0], [torch.nan]])
-    terms = Terms([WeightedReward("reward model", None, weight=2.0, mean=0.0, std=1.0)], group_size=2)
+    judged = of_models(torch.tensor([[3.0], [1.0], [5.0], [torch.nan]]), [constants(2.0, 0.0, 1.0)])
+    settings = {"kl_coef": 0.5, "group_size": 2}
     scores = Scores(policy, teacher, None, None)
-    advantages = reward_responses(responses, scores, judged, ppo, kl_coef=0.5, terms=terms).experience.advantages
+    advantages = reward_responses(responses, scores, judged, ppo, **settings).experience.advantages
     taught = 0.5 * (teacher - policy)
     expected = torch.zeros(4, 3)
     for n, (length, compared) in enumerate([(2, 2.0), (1, -2.0), (3, 0.0), (0, 0.0)]):

@@ -17,12 +17,13 @@ from support.tiny_run import read_metrics
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import FunctionScores, Responses
+from step3_ppo.experience import Responses
 from step3_ppo.rollout import Schedule, replace_groups
 from step3_ppo.state import PPO, State
 
 FOLDER_SIZES = {"num_train": 24, "num_test": 2}
 K, PAD = 2, 9
+SCORES = dict[int, float]()  # of responses, by their numbers
 # Each call appends its step, its prompt and its values to a file.
 FUNCTIONS = """
 import json
@@ -44,18 +45,21 @@ def rows(scores: list[float], *, first: int, width: int = 3) -> Responses:
     """Responses that are told apart by their numbers; NaN: a row of padding."""
     count, values = len(scores), torch.tensor(scores)
     numbers = torch.arange(first, first + count)
+    SCORES.update(zip(numbers.tolist(), scores, strict=True))
     tokens = numbers.unsqueeze(1).expand(-1, 2 + width).clone()
     return Responses(
-        sequences=tokens, prompt_lengths=torch.full((count,), 2), response_lengths=torch.full((count,), width),
+        sequences=tokens, trained=(torch.arange(2 + width) >= 2).expand(count, -1),
         sampler_log_probs=-tokens[:, 2:].float(), finished=numbers % 2 == 0, valid=~values.isnan(),
         row_index=numbers, order=torch.arange(count),
-        scored=FunctionScores(values.nan_to_num().unsqueeze(1), ~values.isnan().unsqueeze(1),
-                              torch.zeros(count, 1, dtype=torch.int64), None),
     )  # fmt: skip
 
 
+def scores_of(responses: Responses) -> list[float]:
+    return [SCORES[number] for number in responses.row_index.tolist()]
+
+
 def alike(responses: Responses) -> torch.Tensor:
-    groups = responses.scored.values.view(-1, K)
+    groups = torch.tensor(scores_of(responses)).view(-1, K)
     return groups[:, 0] == groups[:, 1]
 
 
@@ -70,21 +74,12 @@ def test_the_groups_of_further_prompts_stand_in_the_place_of_equal_ones():
 
     start = rows([1, 2, 3, 3, 4, 5, 6, 6], first=0)
     result = replace_groups(start, more, alike, group_size=K, pad_id=PAD)
-    assert asked == [2, 1]
+    assert asked == [2, 1] and scores_of(result) == [1, 2, 0, 1, 4, 5, 2, 3]
     begun = rows([7, 7, 8, 8, 9, 0], first=0)
     last = replace_groups(begun, lambda _: found[1] if asked.pop() == 1 else None, alike, group_size=K, pad_id=PAD)
     assert last.row_index.tolist() == [200, 201, 2, 3, 4, 5], "where fewer prompts are left, the others stay"
     assert result.row_index.tolist() == [0, 1, 100, 101, 4, 5, 200, 201]
-    assert result.order.tolist() == list(range(8)) and result.scored.values.flatten().tolist() == [
-        1,
-        2,
-        0,
-        1,
-        4,
-        5,
-        2,
-        3,
-    ]
+    assert result.order.tolist() == list(range(8))
     for n, number in enumerate(result.row_index.tolist()):
         width = {0: 3, 1: 5, 2: 1}[number // 100]
         assert result.sequences[n].tolist() == [number] * (2 + width) + [PAD] * (5 - width)

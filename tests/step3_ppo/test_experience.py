@@ -14,7 +14,6 @@ from pipeline.generation.rollouts import Rollout
 from step3_ppo.experience import (
     Collected,
     Experience,
-    Minibatches,
     Responses,
     ValueTargets,
     gather_responses,
@@ -66,13 +65,13 @@ def test_masks_by_hand_even_if_padding_is_the_eos(pad_id):
     responses = packed([(2, 3), (1, 1), (1, 1)], pad_id=pad_id).trimmed()
     assert responses.response_mask.int().tolist() == [[1, 1, 1], [1, 0, 0], [0, 0, 0]]  # row 2 only fills the batch
     assert responses.attention_mask.int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0]]
-    assert responses.predicts_response.int().tolist() == [[0, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0]]
+    assert responses.trained[:, 1:].int().tolist() == [[0, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0]]
 
 
 def test_selected_positions_predict_exactly_the_response():
     responses = packed()
     for n, (start, length) in enumerate(SIZES):
-        predicted = responses.sequences[n, 1:][responses.predicts_response[n]]
+        predicted = responses.sequences[n, 1:][responses.trained[n, 1:]]
         assert predicted.tolist() == responses.sequences[n, start : start + length].tolist()
 
 
@@ -141,13 +140,9 @@ def test_a_rollout_comes_back_from_a_checkpoint_with_every_tensor():
     old, ref, advantages, values, returns = numbers
     for targets in (ValueTargets(values, returns), None):
         experience = Experience(responses.response_mask, old, ref, advantages, targets)
-        whole = Collected(responses, experience, {"objective/kl": 0.5}, Minibatches(1, []))
-        found = Collected.restored(
-            dict(whole.tensors()),
-            whole.metrics,
-            torch.device("cpu"),
-            minibatches=lambda responses: Minibatches(1, []),
-        )
+        whole = Collected(responses, experience, {"objective/kl": 0.5})
+        found = Collected.restored(dict(whole.tensors()), whole.metrics, torch.device("cpu"))
         before, after = whole.tensors(), found.tensors()
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        assert found.responses.trained.equal(responses.trained)
         assert len(before) == 8 + 4 + 2 * (targets is not None)

@@ -5,9 +5,11 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from step3_ppo.experience import FunctionScores, Responses, Scores
+from pipeline.rewards.functions import RewardFunction
+from pipeline.rewards.pool import Failure
+from step3_ppo.experience import Responses, RewardScores, Scores, span_mask
 from step3_ppo.flags.groups import PPOCoefficients
-from step3_ppo.rewarding import Terms, reward_responses
+from step3_ppo.rewarding import reward_responses
 
 SIZE, KL_COEF = 3, 0.5
 FAILED, NONE = "failed", None
@@ -27,15 +29,11 @@ LENGTHS = torch.tensor([2, 1, 3, 1, 2, 1, 3, 1, 2, 1, 1, 7, 2, 2, 1, 3, 1, 2])
 
 def responses() -> Responses:
     number, width = len(FLAT), int(LENGTHS.max())
-    applies = torch.tensor([[value is not NONE, n != WATCHED] for n, value in enumerate(FLAT)])
-    failures = torch.tensor([[int(value == FAILED), 0] for value in FLAT])
-    values = torch.tensor([[value if isinstance(value, float) else 0.0, 9.0] for value in FLAT]) * applies
     return Responses(
-        sequences=torch.full((number, width + 1), 7), prompt_lengths=torch.ones(number, dtype=torch.int64),
-        response_lengths=LENGTHS, sampler_log_probs=torch.zeros(number, width),
+        sequences=torch.full((number, width + 1), 7), sampler_log_probs=torch.zeros(number, width),
+        trained=span_mask(torch.ones(number, dtype=torch.int64), LENGTHS, width + 1),
         finished=torch.ones(number, dtype=torch.bool), valid=torch.ones(number, dtype=torch.bool),
         row_index=torch.arange(number), order=torch.arange(number),
-        scored=FunctionScores(values, applies, failures, None),
     )  # fmt: skip
 
 
@@ -89,9 +87,12 @@ def advantages_by_hand(**ppo) -> list[list[float] | None]:
 def test_responses_are_compared_with_those_of_their_prompt_that_count(ppo):
     kl, rows = torch.tensor(kl_of_tokens()), responses()
     scores = Scores(log_probs=kl, ref_log_probs=torch.zeros_like(kl), entropy=None, values=None)
-    terms = Terms([], {"rewarding": 2.0, "watching": 0.0}, group_size=SIZE)
+    rewards = [RewardFunction("rewarding", "rewarding", 2.0), RewardFunction("watching", "watching", 0.0)]
+    failure = Failure("raised", "")
+    values = [[failure if one == FAILED else one, None if n == WATCHED else 9.0] for n, one in enumerate(FLAT)]
+    judged = RewardScores.of(rewards, kl[:, :0], values, width=kl.shape[1])
     settings = PPOCoefficients(**{"whiten_advantages": False, "missing_eos_penalty": 0.0} | ppo)
-    found = reward_responses(rows, scores, torch.zeros(len(FLAT), 0), settings, kl_coef=KL_COEF, terms=terms)
+    found = reward_responses(rows, scores, judged, settings, kl_coef=KL_COEF, group_size=SIZE)
     for n, expected in enumerate(advantages_by_hand(**ppo)):
         length = 0 if expected is None else int(LENGTHS[n])
         assert int(found.experience.response_mask[n].sum()) == length, n

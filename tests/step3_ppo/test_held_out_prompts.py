@@ -3,13 +3,13 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.ppo_loop import PPOLoop, loop_on_random_prompts
+from support.ppo_loop import PPOLoop, at_rate, loop_on_random_prompts
 from support.ppo_settings import ppo_config
 
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
@@ -54,7 +54,7 @@ def test_evaluations_draw_with_the_numbers_of_their_own_key_at_each_step(world, 
     """By the seed alone: not by step, rollout, training's key or what was drawn before; weights stay as they are."""
     samples = 2
     loop = loop_on_random_prompts(world, tmp_path, config_of(opt, samples=samples, seed=7))
-    loop.ppo = replace(loop.ppo, rate=lambda step: 0.0)
+    loop.ppo = at_rate(loop.ppo, 0.0)
     loop.evaluate()
     loop.iterate()
     loop.evaluate()
@@ -119,6 +119,6 @@ def test_a_prompt_counts_by_the_responses_that_have_a_value():
     """Of five prompts one has no value and one is padding; two of the other three have a response that passes."""
     values = [1.0, math.nan, 0.0, math.nan, math.nan, math.nan, 0.0, 1.0, 1.0, 1.0]
     responses = SimpleNamespace(valid=torch.arange(10) < 8)
-    rewarded = SimpleNamespace(by_reward={"right": torch.tensor(values)})
-    found = pass_metrics(responses, rewarded, ["right"], group_size=2)
+    rewarded = SimpleNamespace(by_reward={"right": torch.tensor(values)}, failures={"right": None})
+    found = pass_metrics(responses, rewarded, group_size=2)
     assert found == {"pass_at_1/right": 2 / 4, "pass_at_k/right": pytest.approx(2 / 3)}

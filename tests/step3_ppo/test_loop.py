@@ -11,12 +11,13 @@ import pytest
 import torch
 from support.messages import naming
 from support.packed_rows import give_bounds, plain_kernel
-from support.ppo_loop import PPOLoop, loop_on_random_prompts
+from support.ppo_loop import PPOLoop, at_rate, loop_on_random_prompts
 from support.ppo_settings import ppo_config
 from support.ppo_updates import MEAN, STD, equal_weights, weights
 from support.tiny_models import NUM_TOKENS
 
 from pipeline.errors import DivergedError
+from pipeline.rewards.rows import Scale
 from step3_ppo import training
 from step3_ppo.experience import Collected
 from step3_ppo.mathematics.losses import value_loss
@@ -125,7 +126,7 @@ def test_the_samplers_log_probs_are_refused_for_several_steps(trained_folders, s
 
 def test_with_learning_rate_0_the_ratio_stays_one(world, trained_folders, tmp_path):
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, ppo_epochs=2))
-    loop.ppo = replace(loop.ppo, rate=lambda step: 0.0)
+    loop.ppo = at_rate(loop.ppo, 0.0)
     found = [values for _ in range(2) for values in loop.iterate()]
     assert max(abs(values["policy/ratio_max"] - 1) for values in found) < 1e-5  # other rows in a batch, other rounding
     assert [values["policy/approx_kl"] for values in found] == pytest.approx([0.0] * 8, abs=1e-9)
@@ -134,7 +135,7 @@ def test_with_learning_rate_0_the_ratio_stays_one(world, trained_folders, tmp_pa
 def test_at_the_start_there_is_no_kl_and_the_critic_is_on_the_rewards_scale(world, trained_folders, tmp_path):
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
     (judge,) = loop.ppo.models.rewards
-    assert (judge.weight, judge.mean, judge.std) == (1.0, MEAN, STD)
+    assert (judge.weight, judge.scale) == (1.0, Scale(MEAN, STD))
     collected = loop.collect()
     assert abs(collected.metrics["objective/kl"]) < 1e-6
     responses = collected.responses
@@ -143,7 +144,7 @@ def test_at_the_start_there_is_no_kl_and_the_critic_is_on_the_rewards_scale(worl
     raw = loop.judged[:, 0]
     torch.testing.assert_close(values[torch.arange(4), last], (raw - MEAN) / STD, rtol=1e-4, atol=1e-4)
     plain = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, normalise_scores=False))
-    assert (plain.ppo.models.critic.module.score_mean, plain.ppo.models.rewards[0].std) == (0.0, 1.0)
+    assert (plain.ppo.models.critic.module.score_mean, plain.ppo.models.rewards[0].scale.std) == (0.0, 1.0)
 
 
 def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(world, trained_folders, tmp_path):
@@ -205,7 +206,7 @@ def test_the_average_does_not_move_in_a_step_that_was_skipped(world, trained_fol
     loop.iterate()
 
     def averages() -> dict[str, torch.Tensor]:
-        return {name: value.clone() for name, value in loop.ppo.average.averages.items()}
+        return {name: value.clone() for name, value in loop.ppo.models.average.averages.items()}
 
     def step(rollout: Collected) -> bool:
         return training.step_objectives(loop.ppo, rollout, loop.state, loop.control).stepped

@@ -100,7 +100,7 @@ def test_rates_and_mfu_count_the_real_tokens_of_each_step(world, trained_folders
     assert responses.valid.tolist() == [True, True, True, False]
     lengths = (responses.prompt_lengths + responses.response_lengths).tolist()
     steps = [lengths[:2], lengths[2:3]]
-    actor, critic = loop.ppo.work["actor"], loop.ppo.work["critic"]
+    actor, critic = loop.ppo.models.actor.work, loop.ppo.models.critic.work
     expected = []
     for rows in steps:
         expected.append(critic.flops(num_tokens=sum(rows), num_squares=sum(length**2 for length in rows)))
@@ -268,7 +268,7 @@ def test_the_terminal_shows_approx_kl_only_where_it_moves(tmp_path, monkeypatch)
                 schedule=schedule,
                 models=models,
                 hybrid=None,
-                reward_names=[],
+                rewards=[],
                 prompts=rows,
             ),
             resumed_step=None,

@@ -26,7 +26,7 @@ from pipeline.kernels.int8_linear import Int8Linear
 from pipeline.models.lora import STORED_INT8
 from pipeline.models.reward_model import last_token_scores
 from pipeline.rewards.reward_model import scored_ids
-from pipeline.rewards.rows import ScoredRows
+from pipeline.rewards.rows import Scale, ScoredRows
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.engines import make_models, make_sources
 from step3_ppo.stage import STAGE
@@ -66,7 +66,7 @@ def test_a_critic_with_another_tokenizer_is_refused_and_a_reward_model_is_not(
     config = copy.deepcopy(ppo_config(trained_folders)).replace(reward_model_name_or_path=str(folder))
     models = made(world, tmp_path, config)
     (judge,) = models.rewards
-    assert judge.reward.tokenizer is not None and (judge.weight, judge.mean, judge.std) == (1.0, 0.0, 1.0)
+    assert judge.tokenizer is not None and (judge.weight, judge.scale) == (1.0, Scale(0.0, 1.0, takes_first=True))
     assert models.critic.module.score_mean == MEAN
 
 
@@ -248,7 +248,7 @@ def test_text_beyond_the_positions_of_a_reward_model_of_other_tokens_is_cut_on_i
     other_tokenizer(trained_folders.actor, tmp_path / "reward")
     config = ppo_config(trained_folders).replace(reward_model_name_or_path=folder)
     models = made(world, tmp_path, config)
-    reward = models.rewards[0].reward
+    (reward,) = models.rewards
     assert reward.tokenizer is not None
     ids = torch.tensor([models.tokenizer("The quick brown fox jumps over", add_special_tokens=False)["input_ids"]])
     row = {"messages": json.dumps([{"role": "user", "content": "Where is it, and how does it get there?"}])}

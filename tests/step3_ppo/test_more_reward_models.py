@@ -11,10 +11,11 @@ import torch
 from support.ppo_loop import PPOLoop, loop_on_random_prompts
 from support.ppo_settings import ppo_config
 from support.ppo_updates import MEAN, STD
+from support.reward_rows import constants
 from support.tiny_models import give_template, save_tiny
 from transformers import AutoModelForSequenceClassification
 
-from pipeline.rewards.rows import WeightedReward
+from pipeline.rewards.rows import Scale
 from step3_ppo.models.engines import Models
 from step3_ppo.state import State
 
@@ -81,21 +82,20 @@ def test_one_without_constants_takes_those_of_the_first_rollout_and_keeps_them(
     loop.update(rollout)
     again = State(**json.loads(json.dumps(asdict(loop.state))))
     fresh = loop_with(world, tmp_path / "again", trained_folders, entries)
-    assert [one.takes_first for one in fresh.ppo.models.rewards] == [False, False, True]
+    assert [one.scale.takes_first for one in fresh.ppo.models.rewards] == [False, False, True]
     fresh.ppo.models.normalise_by(again.score_constants)
-    assert [(one.mean, one.std, one.weight) for one in fresh.ppo.models.rewards] == [
-        (one.mean, one.std, one.weight) for one in loop.ppo.models.rewards
+    assert [(one.scale, one.weight) for one in fresh.ppo.models.rewards] == [
+        (one.scale, one.weight) for one in loop.ppo.models.rewards
     ]
-    assert not any(one.takes_first for one in fresh.ppo.models.rewards)
+    assert not any(one.scale.takes_first for one in fresh.ppo.models.rewards)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_critic_takes_the_scale_of_the_first_one_alone(is_first):
     """And only where that one takes it from the first rollout: else the critic's is known."""
     critic = SimpleNamespace(module=SimpleNamespace(score_mean=0.0, score_std=1.0))
-    rewards = [WeightedReward("a", None, 1.0, 0.5, 2.0, takes_first=is_first)]
-    rewards += [WeightedReward("b", None, 1.0, 0.0, 1.0, takes_first=True)]
+    rewards = [constants(1.0, 0.5, 2.0, takes_first=is_first), constants(1.0, 0.0, 1.0, takes_first=True)]
     models = Models(None, {"critic": critic}, {}, rewards)
     assert models.normalise_by([3.0, 4.0, 5.0, 6.0]) == is_first
     assert (critic.module.score_mean, critic.module.score_std) == ((3.0, 4.0) if is_first else (0.0, 1.0))
-    assert [(one.mean, one.std) for one in rewards] == [(3.0, 4.0), (5.0, 6.0)]
+    assert [one.scale for one in rewards] == [Scale(3.0, 4.0), Scale(5.0, 6.0)]

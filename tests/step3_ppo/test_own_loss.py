@@ -127,7 +127,7 @@ def objective_loss(name: str, **flags: Any) -> tuple[float, torch.Tensor, torch.
     new.requires_grad_(True)
     ppo = PPOCoefficients(policy_loss=name, **flags)
     objective = PolicyObjective(
-        engine=lambda *_, **settings: TokenStatistics(log_probs=new), work=None, kl_coef=0.0,
+        engine=lambda *_, **settings: TokenStatistics(log_probs=new), kl_coef=0.0,
         temperature=1.0, unsup_coef=0.0, world=None, longest=8, ppo=ppo,
         size=StepSize(9, 0, 0, 40, num_trained=30, num_trained_rows=7), own_loss=load_loss(ppo),
     )  # fmt: skip

@@ -39,14 +39,14 @@ def loop_with_functions(world, folders, folder, **settings: Any) -> PPOLoop:
 def test_padding_is_in_no_number_of_a_rollout(world, trained_folders, tmp_path):
     """By loops over the six responses: two of them failed, which is another reason to be left out."""
     loop = loop_with_functions(world, trained_folders, tmp_path)
-    with loop.ppo.functions:
+    with loop.ppo.calls:
         rollout = loop.collect()
     responses, found = rollout.responses, rollout.metrics
     assert responses.valid.tolist() == [True] * 6 + [False] * 2
     rows = range(6)
     number, length = (10 + responses.row_index).tolist(), responses.response_lengths.tolist()
     scored = [n for n in rows if number[n] != 11]
-    model, (name, *functions) = loop.judged[:, 0].tolist(), loop.ppo.reward_names
+    model, (name, *functions) = loop.judged[:, 0].tolist(), [one.name for one in loop.ppo.rewards]
     assert len(scored) == 4 and functions == ["fails_for_one", "always"] and model[6:] != [0.0, 0.0]
     assert found["reward_failures/fails_for_one"] == pytest.approx(2 / 6) and found["reward_failures/always"] == 0
     assert found["rows_masked"] == 2

@@ -30,7 +30,7 @@ def test_weights_are_of_the_policy_before_the_updates_and_rows_count_over_the_wh
         return TokenStatistics(log_probs=new, entropy=None)
 
     objective = PolicyObjective(
-        engine=engine, work=None, kl_coef=0.0, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
+        engine=engine, kl_coef=0.0, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
         ppo=PPOCoefficients(off_policy_weights="token_truncate", off_policy_cap=1.5, loss_aggregation=aggregation),
         size=StepSize(9, 0, 0, 40, num_trained=30, num_trained_rows=7),
     )  # fmt: skip
@@ -62,7 +62,7 @@ def test_kl_and_entropy_in_the_loss_are_means_over_rows_as_it_is(aggregation, es
         return TokenStatistics(log_probs=new, entropy=entropy)
 
     objective = PolicyObjective(
-        engine=engine, work=None, kl_coef=0.7, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
+        engine=engine, kl_coef=0.7, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
         ppo=PPOCoefficients(
             kl_in_loss=True, kl_estimator=estimator, entropy_coef=0.2,
             loss_aggregation=aggregation, off_policy_weights="token_truncate",
@@ -106,7 +106,7 @@ def test_an_exact_divergence_is_a_mean_over_rows_that_count(aggregation):
         return TokenStatistics(log_probs=new, divergence=divergence)
 
     objective = PolicyObjective(
-        engine=engine, work=None, kl_coef=0.7, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
+        engine=engine, kl_coef=0.7, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
         ppo=PPOCoefficients(
             kl_in_loss=True, kl_estimator="jsd", loss_aggregation=aggregation, off_policy_weights="token_truncate"
         ),
@@ -141,7 +141,7 @@ def test_what_tells_sampler_and_trainer_apart_is_measured_by_the_update_itself()
     known = Experience(mask, torch.where(mask, sampled, 0), torch.zeros(3, 3), advantages, None)
 
     objective = PolicyObjective(
-        engine=None, work=None, kl_coef=0.0, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
+        engine=None, kl_coef=0.0, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
         ppo=PPOCoefficients(old_log_probs="sampler"), size=StepSize(3, 0, 0, 6, num_trained=6, num_trained_rows=3),
     )  # fmt: skip
     sums = Sums()

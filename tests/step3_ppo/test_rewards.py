@@ -7,11 +7,20 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from support.reward_rows import LENGTHS, Outputs, constants, random_scores, rewarded, rows_of, scores_by_hand
+from support.reward_rows import (
+    LENGTHS,
+    Outputs,
+    constants,
+    of_models,
+    random_scores,
+    rewarded,
+    rows_of,
+    scores_by_hand,
+)  # fmt: skip
 
 from step3_ppo.experience import Scores
 from step3_ppo.flags.groups import PPOCoefficients
-from step3_ppo.rewarding import Terms, reward_responses
+from step3_ppo.rewarding import reward_responses
 from step3_ppo.rollout_metrics import evaluation_metrics, rollout_metrics
 
 
@@ -85,8 +94,8 @@ def test_the_mean_reward_to_a_prompt_is_taken_off_before_the_critics_estimate_by
     lengths, valid = [3, 1, 5, 2, 4, 2], [True] * 5 + [False]
     responses, outputs = rows_of(lengths, [True] * 6, valid), random_scores(lengths)
     ppo = PPOCoefficients(group_baseline=True, gamma=0.9, gae_lambda=0.8, whiten_advantages=False)
-    terms = Terms([constants(1.0, 0.0, 1.0)], group_size=2)
-    found = reward_responses(responses, outputs.scores, outputs.judged, ppo, kl_coef=0.2, terms=terms)
+    judged = of_models(outputs.judged)
+    found = reward_responses(responses, outputs.scores, judged, ppo, kl_coef=0.2, group_size=2)
     for n, length in enumerate(lengths[:5]):
         both = [outputs.judged[other].item() for other in (n - n % 2, n - n % 2 + 1) if valid[other]]
         kl = (outputs.scores.log_probs[n] - outputs.scores.ref_log_probs[n]).tolist()
@@ -180,7 +189,9 @@ SEVERAL = [constants(0.75, 1.0, 2.0), constants(-2.0, 10.0, 0.5), constants(0.25
 def test_several_rewards_equal_a_slow_loop_over_rows_and_rewards():
     """Each raw score has its own constants and the clip, then its weight; the penalty is subtracted once."""
     generator = torch.Generator().manual_seed(5)
-    judged = torch.stack([one.mean + 2 * one.std * torch.randn(5, generator=generator) for one in SEVERAL], 1)
+    judged = torch.stack(
+        [one.scale.mean + 2 * one.scale.std * torch.randn(5, generator=generator) for one in SEVERAL], 1
+    )
     finished = [True, False, True, False, True]
     outputs = random_scores(LENGTHS)._replace(judged=judged)
     found = rewarded(rows_of(LENGTHS, finished), outputs, rewards=SEVERAL, reward_clip=1.5, missing_eos_penalty=0.4)

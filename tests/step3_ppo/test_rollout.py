@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.packed_rows import give_bounds, plain_kernel
+from support.reward_rows import of_models
 from support.tiny_models import EOS, NUM_TOKENS, PAD, random_rows, save_tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
@@ -28,15 +29,15 @@ from pipeline.models.reward_model import TokenValueModel, load_reward_model
 from pipeline.models.source import ModelSource
 from pipeline.models.tokenizers import same_tokens
 from pipeline.rewards.reward_model import RewardModel
-from pipeline.rewards.rows import WeightedReward
+from pipeline.rewards.rows import Scale
 from pipeline.training.micro_batches import MicroBatch
-from step3_ppo.experience import Responses, Scores
+from step3_ppo.experience import Responses, Scores, span_mask
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.models.engines import Models
-from step3_ppo.rewarding import Terms, reward_responses
+from step3_ppo.rewarding import reward_responses
 from step3_ppo.rollout import Sampler
 from step3_ppo.rollout_metrics import rollout_metrics
-from step3_ppo.scoring import policy_log_probs, reward_model_scores, score_responses
+from step3_ppo.scoring import Passes, policy_log_probs, reward_model_scores, score_responses
 
 CPU = torch.device("cpu")
 WORLD = World(rank=0, size=1, device=CPU)
@@ -74,8 +75,8 @@ def make_models(folders, *, reward_tokenizer=None, actor: nn.Module | None = Non
         "rewards": [],
     }
     made = Models(**(settings | changes))
-    reward = RewardModel(partial(made.reward_model, "reward"), reward_tokenizer)
-    made.rewards.append(WeightedReward("reward model", reward, weight=1.0, mean=0.5, std=2.0))
+    opened = partial(made.reward_model, "reward")
+    made.rewards.append(RewardModel("reward model", 1.0, Scale(0.5, 2.0), opened, reward_tokenizer))
     return made
 
 
@@ -209,15 +210,15 @@ def scored(models: Models, responses: Responses, batches: list[list[int]], **set
     lengths = responses.lengths()
     cut = [MicroBatch.of(rows, lengths) for rows in batches]
     others = [MicroBatch.of(rows[::-1], lengths) for rows in batches[::-1]]
-    policy = policy_log_probs(models, responses, cut, temperature=settings["temperature"])
-    return score_responses(models, responses, others, policy, **settings)
+    policy = policy_log_probs(models, Passes(responses, cut), temperature=settings["temperature"])
+    return score_responses(models, Passes(responses, others), policy, **settings)
 
 
 def judged(models: Models, responses: Responses, batches: list[list[int]], rows=DATA) -> torch.Tensor:
     """Raw scores (N, R), in batches of turned order."""
     lengths = responses.lengths()
     others = [MicroBatch.of(rows[::-1], lengths) for rows in batches[::-1]]
-    return reward_model_scores(models, responses, others, rows=rows)
+    return reward_model_scores(models, Passes(responses, others), rows=rows)
 
 
 @torch.no_grad()
@@ -243,18 +244,16 @@ def test_scores_equal_transformers_row_by_row(folders, batches):
 def test_without_a_pass_of_the_policy_the_samplers_log_probs_serve(folders):
     models = make_models(folders)
     responses = sample(models.actor.module.model, [2, 0, 3, 1])
-    batches = [MicroBatch.of(range(8), responses.lengths())]
+    passes = Passes(responses, [MicroBatch.of(range(8), responses.lengths())])
     settings = {"temperature": 0.8}
-    policy = policy_log_probs(models, responses, batches, temperature=0.8)
-    expected = score_responses(models, responses, batches, policy, **settings)
+    policy = policy_log_probs(models, passes, temperature=0.8)
+    expected = score_responses(models, passes, policy, **settings)
     sampled = (responses.sampler_log_probs, None)
-    found = score_responses(
-        replace(models, trained={"critic": models.trained["critic"]}), responses, batches, sampled, **settings
-    )
+    found = score_responses(replace(models, trained={"critic": models.trained["critic"]}), passes, sampled, **settings)
     assert found.entropy is None and found.log_probs.equal(responses.sampler_log_probs)
     assert found.ref_log_probs.equal(expected.ref_log_probs)
-    scores = judged(models, responses, [list(range(8))])
-    rewards = reward_responses(responses, found, scores, PPOCoefficients(), kl_coef=0.1, terms=Terms(models.rewards))
+    scores = of_models(judged(models, responses, [list(range(8))]), models.rewards)
+    rewards = reward_responses(responses, found, scores, PPOCoefficients(), kl_coef=0.1)
     metrics = rollout_metrics(responses, found, rewards, PPOCoefficients())
     assert "objective/kl" in metrics and not {"objective/entropy", "policy/sampler_error"} & set(metrics)
 
@@ -295,8 +294,8 @@ def text_responses(tokenizer, prompts: list[str], answers: list[str], finished: 
     for n, (row, end) in enumerate(zip(rows, ends, strict=True)):
         sequences[n, : len(row) + len(end)] = torch.tensor(row + end)
     return Responses(
-        sequences=sequences, prompt_lengths=torch.tensor([len(row) for row in rows]),
-        response_lengths=torch.tensor([len(end) for end in ends]),
+        sequences=sequences,
+        trained=span_mask(torch.tensor([len(row) for row in rows]), torch.tensor([len(end) for end in ends]), length),
         sampler_log_probs=torch.zeros(len(rows), width), finished=torch.tensor(finished),
         valid=torch.ones(len(rows), dtype=torch.bool), row_index=torch.arange(len(rows)), order=torch.arange(len(rows)),
     )  # fmt: skip

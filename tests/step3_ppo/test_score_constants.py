@@ -16,9 +16,11 @@ from support.run_words import run_stage, run_words, start_flags
 from support.tiny_run import make_folder
 
 from pipeline.checkpoints import checkpoint
+from pipeline.rewards.rows import Scale
 from rlhf.models import export
 from step3_ppo import training
 from step3_ppo.build import resume
+from step3_ppo.rewarding import fitted_scales
 from step3_ppo.state import State
 
 
@@ -41,7 +43,7 @@ def test_padding_of_the_first_rollout_is_not_in_the_constants(world, trained_fol
     loop = loop_on_random_prompts(world, tmp_path, config, num_prompts=3)
     responses = training.sample(loop.ppo, loop.state, loop.control)
     judged = training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.control)
-    (fitted,) = loop.ppo.terms(responses, judged, loop.state, group_size=1).models
+    (fitted,) = fitted_scales(responses, judged)
     rollout = loop.collect()
     scores = loop.judged[:3, 0].double().numpy()
     assert [fitted.mean, fitted.std] == pytest.approx([scores.mean(), scores.std()], rel=1e-6)
@@ -86,7 +88,7 @@ def test_the_constants_of_the_first_rollout_come_back_with_a_checkpoint(world, t
         state, _ = resume(loop.ppo, checkpoint.Resumed(saved, {}, {}))
         mean, std = constants or (0.0, 1.0)
         (judge,), critic = loop.ppo.models.rewards, loop.ppo.models.critic.module
-        assert (judge.mean, judge.std, judge.takes_first) == (mean, std, False) and state.score_constants == constants
+        assert judge.scale == Scale(mean, std) and state.score_constants == constants
         assert (critic.score_mean, critic.score_std) == (mean, std)
 
 
@@ -100,7 +102,7 @@ def test_a_critic_with_constants_of_its_own_keeps_them(world, trained_folders, t
     saved = {"ppo": asdict(State(step=4, rollout=1, score_constants=[0.25, 3.0]))}
     resume(loop.ppo, checkpoint.Resumed(saved, {}, {}))
     (judge,) = loop.ppo.models.rewards
-    assert (judge.mean, judge.std) == (0.25, 3.0)
+    assert judge.scale == Scale(0.25, 3.0)
     assert (critic.score_mean, critic.score_std) == own != (0.0, 1.0)
 
 

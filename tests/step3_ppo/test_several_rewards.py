@@ -14,7 +14,7 @@ from support.ppo_updates import MEAN, STD
 from torch import Tensor
 
 from pipeline.errors import Interrupted
-from pipeline.rewards.rows import ScoredRows, WeightedReward
+from pipeline.rewards.rows import Scale, ScoredRows
 from step3_ppo import training
 
 COEFFICIENTS = {"reward_clip": 0.8, "missing_eos_penalty": 0.3, "gamma": 1.0, "gae_lambda": 1.0}
@@ -23,7 +23,7 @@ COEFFICIENTS = {"reward_clip": 0.8, "missing_eos_penalty": 0.3, "gamma": 1.0, "g
 class TokensPerGuess:
     """Scores by plain Python what the row's other columns say of it; no score where they say none."""
 
-    reads_columns = True
+    name, weight, scale, reads_columns = "guess", -0.5, Scale(2.0, 3.0), True
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -47,7 +47,7 @@ def loop_of(world, folder, folders, guesses: list[float | None], **ppo) -> tuple
     )
     loop.ppo = replace(loop.ppo, prompts=replace(loop.ppo.prompts, train=train, eval=held_out))
     second = TokensPerGuess()
-    loop.ppo.models.rewards.append(WeightedReward("guess", second, weight=-0.5, mean=2.0, std=3.0))
+    loop.ppo.models.rewards.append(second)
     return loop, second
 
 
@@ -122,7 +122,7 @@ def test_scoring_is_halved_where_a_reward_lacks_memory(world, trained_folders, t
         training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, state, loop.control)
     (size,) = (halved for phase, (_, halved) in state.halved.items() if phase == "score")
     second.score = before.__get__(second)
-    judged = training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, state, loop.control)
+    judged = training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, state, loop.control).values
     longest = int((responses.prompt_lengths + responses.response_lengths).max())
     assert judged.shape == (4, 2) and size >= longest and state.halved.keys() == {"score"}
 

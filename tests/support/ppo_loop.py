@@ -21,7 +21,7 @@ from pipeline.training.steps import Stopping
 from step3_ppo import training
 from step3_ppo.build import assemble, build, resume
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Collected, Minibatches, Responses, Scores
+from step3_ppo.experience import Collected, Scores
 from step3_ppo.metrics import METRICS, of_rewards
 from step3_ppo.models.engines import make_models, make_sources
 from step3_ppo.rollout import make_schedule
@@ -79,8 +79,9 @@ class PPOLoop:
         """Sample, score and reward a rollout."""
         responses = training.sample(self.ppo, self.state, self.control)
         self.scores = training.score(self.ppo, responses, self.state, self.control)
-        self.judged = training.score_rewards(self.ppo, responses, self.ppo.prompts.train, self.state, self.control)
-        return training.reward(self.ppo, responses, self.scores, self.judged, state=self.state, control=self.control)
+        judged = training.score_rewards(self.ppo, responses, self.ppo.prompts.train, self.state, self.control)
+        self.judged = judged.values
+        return training.reward(self.ppo, responses, self.scores, judged, state=self.state, control=self.control)
 
     def update(self, rollout: Collected) -> None:
         """Take the steps that the rollout has left."""
@@ -89,7 +90,7 @@ class PPOLoop:
             if update is not None:
                 training.log_update(self.ppo, rollout, update, self.state, self.control)
             self.state.update += 1
-            if self.state.update == len(rollout.minibatches.steps):
+            if self.state.update == len(rollout.steps):
                 training.adapt_kl(self.ppo, rollout, self.state)
                 self.state.finish_rollout()
                 return
@@ -105,19 +106,19 @@ class PPOLoop:
 
     def restored(self, rollout: Collected) -> Collected:
         """The rollout as a checkpoint would give it back."""
+        return Collected.restored(rollout.tensors(), rollout.metrics, self.ppo.run.world.device)
 
-        def minibatches(responses: Responses) -> Minibatches:
-            return self.ppo.minibatches(responses, self.state)
 
-        device = self.ppo.run.world.device
-        return Collected.restored(rollout.tensors(), rollout.metrics, device, minibatches=minibatches)
+def at_rate(ppo: PPO, rate: float) -> PPO:
+    """Return it with this share of the peak learning rates in all steps."""
+    return replace(ppo, updater=replace(ppo.updater, rate=lambda step: rate))
 
 
 def make_loop(run: Run, config: PPOConfig) -> PPOLoop:
     """The loop of a run at a constant rate."""
     ppo, resumed = build(run, config)
     state, _ = resume(ppo, resumed)
-    return PPOLoop(replace(ppo, rate=lambda step: 1.0), state, KeptMetrics(Stopping(run), run))
+    return PPOLoop(at_rate(ppo, 1.0), state, KeptMetrics(Stopping(run), run))
 
 
 def loop_on_random_prompts(
@@ -145,5 +146,4 @@ def loop_on_random_prompts(
         run, config, make_models(run, config, make_sources(run, config)),
         prompts=prompts, text=text, schedule=schedule, fingerprint=None,
     )  # fmt: skip
-    ppo = replace(ppo, rate=lambda step: 1.0)
-    return PPOLoop(ppo, State(kl_coef=config.ppo.kl_coef), KeptMetrics(never_stopping(world), run))
+    return PPOLoop(at_rate(ppo, 1.0), State(kl_coef=config.ppo.kl_coef), KeptMetrics(never_stopping(world), run))

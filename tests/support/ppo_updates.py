@@ -1,7 +1,7 @@
 """PPO's update on six hand-made rows, and the same update written out as a plain loop over rows and tokens."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +16,13 @@ from pipeline.data.batching import packed_sft_batch
 from pipeline.data.loader import Step
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.parameter_groups import parameter_groups
-from pipeline.models.flops import training_work
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.reward_model import TokenValueModel, load_reward_model
 from pipeline.models.source import ModelSource
 from pipeline.training.micro_batches import MicroBatch
 from pipeline.training.steps import Stopping
-from step3_ppo.experience import Experience, Responses, ValueTargets
+from step3_ppo.experience import Experience, Responses, ValueTargets, span_mask
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
 from step3_ppo.updater import Updater
@@ -63,11 +62,11 @@ class TwoModels:
     ) -> list[Objective]:
         """The policy's, where it is trained, and the value model's."""
         policy = PolicyObjective(
-            engine=self.actor, work=training_work(self.actor.module.model), ppo=self.ppo, kl_coef=kl_coef,
+            engine=self.actor, ppo=self.ppo, kl_coef=kl_coef,
             size=size or StepSize(6, 0, 0, 0, 0), longest=6, temperature=TEMPERATURE, text=text,
             unsup_coef=self.unsup_coef, world=self.updater.world,
         )  # fmt: skip
-        value = ValueObjective(self.critic, training_work(self.critic.module.model), self.ppo.value_clip)
+        value = ValueObjective(self.critic, self.ppo.value_clip)
         return [policy, value] if train_actor else [value]
 
 
@@ -78,7 +77,7 @@ def make_updater(world, folders, *, unsup_coef=2.0, clip=0.0, zero_stage=0, rate
     )
     coefficients = PPOCoefficients(**ppo)
     return TwoModels(
-        updater=Updater(world, coefficients.ppo_epochs, rows_per_step=6, seed=11),
+        updater=Updater(world, coefficients.ppo_epochs, rows_per_step=6, seed=11, rate=lambda step: 1.0),
         actor=engine_of(actor, zero_stage=zero_stage, clip=clip, rate=rate),
         critic=engine_of(critic, zero_stage=zero_stage, clip=clip, rate=rate),
         ppo=coefficients, unsup_coef=unsup_coef,
@@ -92,7 +91,7 @@ def make_responses() -> Responses:
         sequences[n, : len(row)] = row
     starts, lengths = (torch.tensor(column) for column in zip(*SIZES, strict=True))
     return Responses(
-        sequences=sequences, prompt_lengths=starts, response_lengths=lengths, sampler_log_probs=torch.zeros(6, 6),
+        sequences=sequences, trained=span_mask(starts, lengths, 12), sampler_log_probs=torch.zeros(6, 6),
         finished=torch.ones(6, dtype=torch.bool), valid=torch.tensor([True] * 5 + [False]), row_index=torch.arange(6),
         order=torch.arange(6),
     )  # fmt: skip
@@ -214,7 +213,7 @@ def update(
     models, responses, experience, batches=SPLITS[1], *, kl_coef=0.3, rate_factor=1.0, train_actor=True, text=None,
     packs=False,
 ):  # fmt: skip
-    updater = models.updater
+    updater = replace(models.updater, rate=lambda step: rate_factor)
     cut = [MicroBatch.of(rows, responses.lengths(packs=packs)) for rows in batches]
     size = updater.step_size(responses, experience, cut)
     return updater.update(
@@ -223,7 +222,7 @@ def update(
         experience,
         cut,
         num_tokens=size.num_trained,
-        rate_factor=rate_factor,
+        step=0,
         stopping=never_stopping(updater.world),
     )
 

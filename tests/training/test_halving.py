@@ -172,9 +172,9 @@ def test_old_log_probs_are_made_again_in_the_new_cut(folder, tmp_path, monkeypat
     """The pass before the failed update (behind that of the evaluation) is false: its rest would show in the ratio."""
     true_pass, sizes = ppo_training.policy_log_probs, []
 
-    def noted(models: Any, responses: Any, batches: Any, **named: Any) -> Any:
-        sizes.append(max(len(batch.rows) for batch in batches))
-        log_probs, entropy = true_pass(models, responses, batches, **named)
+    def noted(models: Any, passes: Any, **named: Any) -> Any:
+        sizes.append(max(len(batch.rows) for batch in passes.batches))
+        log_probs, entropy = true_pass(models, passes, **named)
         return (log_probs - 0.5 if len(sizes) == 2 else log_probs), entropy
 
     monkeypatch.setattr(ppo_training, "policy_log_probs", noted)

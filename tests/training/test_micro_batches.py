@@ -19,7 +19,7 @@ from pipeline.training.micro_batches import (
     micro_batches,
     scoring_batches,
 )
-from step3_ppo.experience import Responses, batch_rows
+from step3_ppo.experience import Responses, batch_rows, span_mask
 
 CPU = torch.device("cpu")
 
@@ -249,8 +249,9 @@ def test_a_row_longer_than_a_scoring_batch_stands_alone(monkeypatch):
 
 def test_rows_are_cut_to_the_shape_of_their_micro_batch():
     responses = Responses(
-        sequences=torch.arange(40).view(4, 10), prompt_lengths=torch.tensor([2, 4, 1, 3]),
-        response_lengths=torch.tensor([3, 6, 2, 1]), sampler_log_probs=-torch.arange(24.0).view(4, 6),
+        sequences=torch.arange(40).view(4, 10),
+        trained=span_mask(torch.tensor([2, 4, 1, 3]), torch.tensor([3, 6, 2, 1]), 10),
+        sampler_log_probs=-torch.arange(24.0).view(4, 6),
         finished=torch.ones(4, dtype=torch.bool), valid=torch.ones(4, dtype=torch.bool),
         row_index=torch.full((4,), EOS), order=torch.arange(4),
     )  # fmt: skip
@@ -263,4 +264,4 @@ def test_rows_are_cut_to_the_shape_of_their_micro_batch():
     assert first.sampler_log_probs.tolist() == [[-18, -19, -20], [0, -1, -2]]
     assert second.sequences.tolist() == [[20, 21, 22]] and second.sampler_log_probs.tolist() == [[-12, -13]]
     for batch, _, part in batch_rows(responses, batches):
-        assert int(part.predicts_response.sum()) == batch.num_response_tokens
+        assert int(part.trained[:, 1:].sum()) == batch.num_response_tokens

@@ -154,8 +154,10 @@ def read(stage: str, words: list[object], folder: Path, out: Path, look: Callabl
     def build_and_look(run: Any, config: Any) -> Any:
         built = build(run, config)
         stays = built[0] if isinstance(built, tuple) else built
-        engines = stays.models.trained if stage == "ppo" else {"model": stays.engine}
-        seen.append(look(Built(engines, stays.rate)))
+        if stage == "ppo":
+            seen.append(look(Built(stays.models.trained, stays.updater.rate)))
+        else:
+            seen.append(look(Built({"model": stays.engine}, stays.rate)))
         raise EnvironmentFault("built")
 
     with pytest.MonkeyPatch.context() as patch:
