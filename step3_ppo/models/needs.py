@@ -179,8 +179,10 @@ class Sharing:
     def of(cls, config: PPOConfig, schedule: Schedule, models: list[ModelUse], dtype: str, ranks: int) -> "Sharing":
         """Return what the models of a run share."""
         configs = {use.role: planned_config(use.path) for use in models}
-        packs = all(may_take_bounds(one, DTYPES[dtype]) for one in configs.values()) and all(
-            use.settings.attn_implementation in ("auto", "sdpa") for use in models
+        # Devices without the kernel have no bf16 either; in fp16 the plan counts as if all were such.
+        packs = dtype == "bf16" and all(
+            may_take_bounds(configs[use.role], DTYPES[dtype]) and use.settings.attn_implementation in ("auto", "sdpa")
+            for use in models
         )
         key_bytes = dict[str, tuple[int, int]]()
         for use in models if packs else ():
