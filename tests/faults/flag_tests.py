@@ -278,6 +278,7 @@ TESTS: dict[str, str] = {
     "faults/test_flag_runs.py::test_the_best_model_is_kept_and_not_the_last[sft]": "sft.keep_best",
     "run/test_logs.py::test_verbose_shows_what_libraries_print": "sft.verbose",
     "rlhf/test_eval.py::test_perplexity_is_that_of_transformers_own_loss": "eval.model",
+    "rlhf/test_eval.py::test_figures_of_one_answer_to_each_prompt_are_written_for_the_report": "eval.output",
     "rlhf/test_sample.py::test_scores_and_their_weighted_sum": "sample.reward_function",
     "rlhf/test_compare.py::test_a_function_decides_the_wins_by_a_column_of_the_data": "prompt_eval.reward_function",
     "rlhf/test_compare.py::test_a_function_that_takes_too_long_ends_the_comparison": "prompt_eval.reward_timeout_s",

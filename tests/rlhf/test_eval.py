@@ -204,7 +204,7 @@ def test_figures_of_answers_by_hand():
     }
 
 
-def test_one_answer_to_each_prompt_has_no_best(base, pairs, capsys):
+def test_figures_of_one_answer_to_each_prompt_are_written_for_the_report(base, pairs, capsys):
     output = str(Path(pairs).parent)
     figures = evaluated(capsys, base, "--data-path", pairs, "--reward-function", "repetition", "--output", output)
     assert json.loads(Path(output, "eval.json").read_text()) == figures
