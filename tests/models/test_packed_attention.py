@@ -5,9 +5,9 @@ The kernel runs on CUDA only (tests/gpu/test_cuda_packing.py); here a plain one 
 
 import pytest
 import torch
-from support.packed_rows import give_bounds, plain_kernel
+from support.packed_rows import give_bounds, packed_model, plain_kernel
 from support.tiny_models import EOS, NUM_TOKENS, random_rows, randomise, tiny_config
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, MistralConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MistralConfig
 
 from pipeline.data.batching import packed_sft_batch
 from pipeline.models.forward import packed_attention
@@ -117,13 +117,7 @@ def test_rows_without_their_padding_give_what_padded_rows_give(kernel, name, rec
 @pytest.mark.parametrize("name", sorted(packed_attention.PACKED_TYPES))
 def test_every_known_architecture_keeps_its_rows_apart(kernel, name):
     """Built by transformers alone: what padded rows give, for each model type that is packed."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": NUM_TOKENS}
-    more = {"ffn_dim": 48, "word_embed_proj_dim": 32} if name == "opt" else {"intermediate_size": 48}
-    more |= {"num_key_value_heads": 2} if name not in ("opt", "gpt_neox") else {}
-    more |= {"head_dim": 8} if name in ("gemma", "qwen3") else {}
-    config = without_dropout(AutoConfig.for_model(name, **sizes, **more, pad_token_id=0))
-    inner = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    randomise(inner, 1)
+    inner = packed_model(name)
     model = CausalLM(inner).train()
     ids, mask = padded_rows()
     wanted = model(ids, attention_mask=mask, selected=mask[:, 1:]).log_probs

@@ -5,17 +5,16 @@ The kernel runs on CUDA only (tests/gpu/test_cuda_packing.py); here a plain one 
 
 import pytest
 import torch
-from support.packed_rows import give_bounds, plain_kernel
-from support.tiny_models import EOS, NUM_TOKENS, randomise
+from support.packed_rows import give_bounds, packed_model, plain_kernel
+from support.tiny_models import EOS, NUM_TOKENS
 from test_packed_attention import assert_same, gradients_of, tiny
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from pipeline.data.batching import pair_batch
 from pipeline.models.forward import packed_attention
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.forward.hidden_states import PACKED_UNIT
 from pipeline.models.forward.shared_prompts import Copies, SharedPrompts, settings_of_pairs
-from pipeline.models.loading import without_dropout
 from pipeline.models.reward_model import TokenValueModel
 from pipeline.tensor_ops import lengths_to_mask
 from step2_reward.pair_scores import batch_loss
@@ -80,13 +79,7 @@ def test_shared_prompts_give_what_padded_rows_give(kernel, name, recomputed):
 
 @pytest.mark.parametrize("name", sorted(packed_attention.PACKED_TYPES))
 def test_every_known_architecture_reads_the_keys_of_shared_prompts(kernel, name):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": NUM_TOKENS}
-    more = {"ffn_dim": 48, "word_embed_proj_dim": 32} if name == "opt" else {"intermediate_size": 48}
-    more |= {"num_key_value_heads": 2} if name not in ("opt", "gpt_neox") else {}
-    more |= {"head_dim": 8} if name in ("gemma", "qwen3") else {}
-    config = without_dropout(AutoConfig.for_model(name, **sizes, **more, pad_token_id=0))
-    inner = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    randomise(inner, 1)
+    inner = packed_model(name)
     model = CausalLM(inner).train()
     ids, mask = rows()
     wanted = model(ids, attention_mask=mask, selected=mask[:, 1:]).log_probs

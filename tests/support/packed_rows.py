@@ -7,11 +7,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from support.tiny_models import NUM_TOKENS, randomise
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.models.forward import packed_attention
-from pipeline.models.loading import base_model
+from pipeline.models.loading import base_model, without_dropout
 
 
 def plain_flash(
@@ -42,6 +44,18 @@ def plain_flash(
         part = (query[start:stop].transpose(0, 1), *(states[first:end].transpose(0, 1) for states in (key, value)))
         found.append(scaled_dot_product_attention(*part, attn_mask=seen, scale=scale).transpose(0, 1))
     return torch.cat(found)
+
+
+def packed_model(name: str) -> Any:
+    """A tiny causal model of one of PACKED_TYPES with random weights, built by transformers alone."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": NUM_TOKENS}
+    more = {"ffn_dim": 48, "word_embed_proj_dim": 32} if name == "opt" else {"intermediate_size": 48}
+    more |= {"num_key_value_heads": 2} if name not in ("opt", "gpt_neox") else {}
+    more |= {"head_dim": 8} if name in ("gemma", "qwen3") else {}
+    config = without_dropout(AutoConfig.for_model(name, **sizes, **more, pad_token_id=0))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    randomise(model, 1)
+    return model
 
 
 def give_bounds(model: Any, **_: Any) -> bool:
