@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeline import dist
+from pipeline.models.forward.shared_prompts import SharedPrompts
 from pipeline.random_numbers import permutation
 from pipeline.training.micro_batches import Lengths, MicroBatch, micro_batches, row_indices
 from pipeline.training.steps import Stopping, step_together
@@ -81,9 +82,13 @@ class Updater:
         lengths = torch.where(valid, responses.sequence_lengths[rows], 0)
         masks = (responses.response_mask[rows], experience.response_mask[rows])
         counted = (valid, lengths, lengths.square(), *masks, masks[1].any(1))
-        shared = [length for batch in batches for length in batch.shared]
-        sums = [column.sum().double() for column in counted]
-        sums += valid.new_tensor([sum(shared), sum(n * n for n in shared)], dtype=torch.float64)
+        parts, prompts = rows.split([len(batch.rows) for batch in batches]), responses.prompt_lengths
+        shared = [
+            SharedPrompts.of_groups(responses.row_index[part], prompts[part], num_tokens=0).lengths * bool(batch.shared)
+            for part, batch in zip(parts, batches, strict=True)
+        ]
+        shared_lengths = torch.where(valid, torch.cat(shared), 0)
+        sums = [column.sum().double() for column in (*counted, shared_lengths, shared_lengths.square())]
         return StepSize(*map(int, dist.sum_over_ranks(torch.stack(sums)).tolist()))
 
     def update(

@@ -140,9 +140,9 @@ def by_tokens(
     """Split this rank's share of `rows` into micro-batches with a limit of tokens, including padding of padded rows.
 
     Rows of nearly one length may exceed the limit by the padding that PADDING_TO_PACK allows. Packed rows with the same
-    prompt stay together as far as the limit and the ranks allow. The limit counts their prompts each. With
-    `longest_rows` there is another one, of the tokens that pass: those of so many rows with the step's longest prompt
-    and its longest response. The plan counts memory for both.
+    prompt stay together as far as the limit and the ranks allow. The limit counts their prompts each. There is another
+    one, of the tokens that pass: those of as many of the longest rows as the limit has room for, with the longest
+    prompt and the longest response. The plan counts memory for both.
 
     Args:
         longest_rows: the limit is this many times the longest row; 0: `tokens` is the limit.
@@ -151,13 +151,13 @@ def by_tokens(
     whole = lengths.whole
     longest = round_up(max(whole[row] for row in rows), lengths.unit)
     limit = longest_rows * longest or tokens
-    units = [[row] for row in rows]
+    units, at_once = [[row] for row in rows], max(1, limit // longest)
     if lengths.packs and lengths.groups:
-        units = together(rows, lengths, world_size=world.size, most=limit // longest)
+        units = together(rows, lengths, world_size=world.size, most=at_once)
     totals = [sum(whole[row] for row in unit) for unit in units]
-    if (size := len(units[0])) > 1 and longest_rows:
+    if (size := len(units[0])) > 1:
         prompt, response = (max(column[row] for row in rows) for column in (lengths.prompts, lengths.responses))
-        most_passing = -(-longest_rows // size) * prompt + longest_rows * response
+        most_passing = -(-at_once // size) * prompt + at_once * response
         passing = [total - (size - 1) * lengths.prompts[unit[0]] for total, unit in zip(totals, units, strict=True)]
         totals = [max(total, n * limit // most_passing) for total, n in zip(totals, passing, strict=True)]
     (mine,) = balanced_slices(

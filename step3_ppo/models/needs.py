@@ -3,6 +3,7 @@
 Models, schedule, options, backend and copied weights come from the functions that the run itself calls.
 """
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -48,7 +49,10 @@ def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
         phases={
             "generate": [prefill(config, buffers)],
             "score": sharing.applied(scoring(config, buffers.num_responses, {use.role for use in models})),
-            "train": sharing.applied(updates(config, buffers.num_responses, [role.name for role in config.held_roles])),
+            "train": sharing.applied(
+                updates(config, buffers.num_responses, [role.name for role in config.held_roles]),
+                shuffled=config.ppo.ppo_epochs > 1,
+            ),
         },
         batch=batch_lines(config, schedule, ranks),
         rollout=buffers,
@@ -162,7 +166,6 @@ class Sharing:
 
     group: responses to a prompt; 1: the models do not pack rows, so none share.
     rows_per_step: rows of an optimizer step over all ranks.
-    epochs: passes over a rollout; those after the first shuffle its rows.
     prompt: tokens of the longest prompt.
     ranks: number of ranks.
     key_bytes: role -> bytes of a token's keys and values that a pass holds, with a backward pass and without.
@@ -170,7 +173,6 @@ class Sharing:
 
     group: int
     rows_per_step: int
-    epochs: int
     prompt: int
     ranks: int
     key_bytes: Mapping[str, tuple[int, int]]
@@ -192,21 +194,21 @@ class Sharing:
         return cls(
             config.sampling.num_samples_per_prompt if packs else 1,
             schedule.rows_per_step,
-            config.ppo.ppo_epochs,
             config.data.max_prompt_seq_len,
             ranks,
             key_bytes,
         )
 
-    def applied(self, passes: list[Pass]) -> list[Pass]:
-        """Return the passes with what their rows share; the rows of a pass are whole units of `unit_size`."""
-        return [self.shared(one) for one in passes]
+    def applied(self, passes: list[Pass], *, shuffled: bool = False) -> list[Pass]:
+        """Return the passes with what their rows share; nothing where epochs after the first shuffle the rows."""
+        return passes if shuffled else [self.shared(one) for one in passes]
 
     def shared(self, one: Pass) -> Pass:
-        """Return a pass with what its rows share."""
-        size = unit_size(self.group, self.rows_per_step, world_size=self.ranks, most=one.rows)
+        """Return a pass with what its rows share; text shares nothing."""
+        group = math.gcd(self.group, self.rows_per_step)  # a step may end within a group
+        size = unit_size(group, self.rows_per_step, world_size=self.ranks, most=one.rows)
         is_text = one.trains and one.num_head_tokens == one.rows * (one.length - 1)
-        if size == 1 or is_text or (one.trains and self.epochs > 1):
+        if size == 1 or is_text:
             return one
         tokens = (one.rows - -(-one.rows // size)) * self.prompt
         return replace(one, shared=tokens, copied=tokens * self.key_bytes[one.role][0 if one.trains else 1])

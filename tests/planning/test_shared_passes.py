@@ -1,15 +1,18 @@
 """Passes whose rows share their prompts: the plan counts what passes, for the shapes that a run would form."""
 
+import math
+from itertools import chain
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.speed.planned import PlannerWithoutSharing, planner_of
 from pipeline.dist import World
 from pipeline.files import GIB
 from pipeline.planning.needs import Pass
 from pipeline.planning.page import StagePlanner
-from pipeline.training.micro_batches import Lengths, micro_batches
+from pipeline.training.micro_batches import Lengths, micro_batches, scoring_batches
 
 GRPO = (
     "--method grpo --actor-model-name-or-path qwen2.5-1.5b --num-samples-per-prompt 8 --reward-function exact_match "
@@ -47,27 +50,43 @@ def test_with_checkpointing_the_copies_of_a_layer_are_held():
     assert train.copied == train.shared * 2 * 2 * 128 * 2 > 0
 
 
+def scoring(prompt: int, answer: int) -> int:
+    """Tokens that the plan lets pass through the reference, with a batch of 128 rows."""
+    found = passes(f"{MICRO_32} --log-kl true --max-prompt-seq-len {prompt} --max-answer-seq-len {answer}")
+    one = found["score"][-1]
+    assert one.role == "reference" and one.shared
+    return one.rows * one.length - one.shared
+
+
 @pytest.mark.parametrize(("prompt", "answer"), [(256, 256), (64, 700), (900, 40)])
 @pytest.mark.parametrize("most_prompt", [1.0, 0.1])
-@pytest.mark.parametrize("micro", [4, 8, 12, 32])
-def test_no_micro_batch_passes_more_than_the_plan_counts(prompt: int, answer: int, most_prompt: float, micro: int):
-    """Also where all prompts but one are short, or all answers but one."""
-    steps, rows = 96 // micro, 96
+@pytest.mark.parametrize(("micro", "rows"), [(4, 96), (8, 96), (12, 96), (32, 96), (12, 36), (12, 60), (18, 36)])
+def test_no_micro_batch_passes_more_than_the_plan_counts(prompt, answer, most_prompt, micro, rows):
+    """Also where all prompts but one are short, or all answers but one, and steps that end within a group of eight."""
+    steps = rows // micro
+    prompts_at_once = rows // math.gcd(rows, 8)
     words = (
-        f"--max-prompt-seq-len {prompt} --max-answer-seq-len {answer} --per-device-generation-batch-size 12 "
+        f"--max-prompt-seq-len {prompt} --max-answer-seq-len {answer} "
+        f"--per-device-generation-batch-size {prompts_at_once} "
         f"--per-device-train-batch-size {micro} --gradient-accumulation-steps {steps}"
     )
     (planned,) = passes(words)["train"]
     limit = planned.rows * planned.length - planned.shared
     short = max(1, int(prompt * most_prompt))
     for answers in ([answer] * rows, [answer] + [max(1, answer // 9)] * (rows - 1)):
-        prompts = [prompt] * 8 + [short] * (rows - 8)
-        lengths = Lengths(prompts, answers, unit=32, packs=True, groups=[row // 8 for row in range(rows)])
-        (step,) = micro_batches(range(rows), lengths, rows_per_step=rows, world=World(0, 1, None), size=micro)  # type: ignore[arg-type]
-        for batch in step:
+        count = 8 * prompts_at_once
+        prompts = [prompt] * 8 + [short] * (count - 8)
+        answers = (answers * 8)[:count]
+        lengths = Lengths(prompts, answers, unit=32, packs=True, groups=[row // 8 for row in range(count)])
+        world = World(0, 1, torch.device("cpu"))
+        for batch in chain(*micro_batches(range(count), lengths, rows_per_step=rows, world=world, size=micro)):
             assert (batch.num_packed_tokens or batch.num_tokens) <= planned.rows * planned.length
             if batch.shared:
                 assert batch.num_tokens <= limit
+    scored = Lengths(prompts, [answer] * count, unit=32, packs=True, groups=[row // 8 for row in range(count)])
+    most = scoring(prompt, answer)
+    for batch in scoring_batches(scored, world=world):
+        assert not batch.shared or batch.num_tokens <= most
 
 
 # Peaks of training in GiB and seconds of training on one H200 with random weights, by default settings but for the
