@@ -3,6 +3,7 @@
 import math
 import traceback
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
 from pipeline.tensor_ops import lengths_to_mask
-from pipeline.training.micro_batches import Lengths
+from pipeline.training.micro_batches import Lengths, MicroBatch
+from step3_ppo.experience import Responses
+from step3_ppo.updater import Updater
 
 
 @pytest.mark.parametrize("batches", SPLITS, ids=["whole", "pairs", "single", "uneven"])
@@ -353,3 +356,20 @@ def test_a_warm_up_scales_the_rate_of_each_group_from_its_own_peak(world, opt):
         engine.set_rate(factor)
         rates = {group["name"]: group["lr"] for group in engine.optimizer.param_groups}
         assert rates == pytest.approx({"decay": 1e-4 * factor, "no_decay": 1e-4 * factor, "lora": 1e-2 * factor})
+
+
+def test_rows_that_pad_a_rollout_share_nothing_in_the_counts(world):
+    """Two rows of a prompt of 9 tokens count, four of one of 20 tokens only fill up: 9 tokens pass as another row's."""
+    spans = [(9, 3), (9, 5), *[(20, 2)] * 4]
+    trained = torch.tensor([[start <= n < start + more for n in range(22)] for start, more in spans])
+    valid, mask = torch.tensor([True] * 2 + [False] * 4), torch.ones(6, 5, dtype=torch.bool)
+    responses = Responses(
+        sequences=torch.zeros(6, 22, dtype=torch.int64), trained=trained, sampler_log_probs=torch.zeros(6, 5),
+        finished=valid, valid=valid, row_index=torch.tensor([7, 7, 0, 0, 0, 0]), order=torch.arange(6),
+    )  # fmt: skip
+    batches = [MicroBatch.of(part, responses.lengths(packs=True)) for part in ((1, 0, 2, 3), (4, 5))]
+    updater = Updater(world, num_epochs=1, rows_per_step=6, seed=0, rate=lambda step: 1.0)
+    counted = SimpleNamespace(response_mask=mask & valid.unsqueeze(1))
+    size = updater.step_size(responses, counted, batches)
+    assert [batch.shared for batch in batches] == [(9, 20), (20,)]
+    assert (size.num_tokens, size.num_shared, size.num_shared_squares) == (12 + 14, 9, 81)
