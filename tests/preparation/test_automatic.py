@@ -74,7 +74,7 @@ def test_the_changes_of_the_ladder_are_taken_and_each_is_said(tmp_path, caplog, 
         chosen(given, Target("GPU", GIB // 2))
 
 
-FEWER_ROWS = {"per_device_eval_batch_size": 2, MICRO: 1, STEPS: 8}
+FEWER_ROWS = {MICRO: 1, STEPS: 8, "per_device_eval_batch_size": 2}
 LACKS = [(2.6, 3, "the host lacks 1.1", {}), (1.0, 64, "of 1.00 GiB", FEWER_ROWS)]
 
 
