@@ -50,7 +50,19 @@ PAIR = {"model": None, "model_name_or_path_baseline": "@base", "model_name_or_pa
 HOT = {"temperature": 2.0, "seed": 1}
 
 # An @ in front of a value: a file or folder of the inputs.
+# Flags of both commands that evaluate models on rows.
+ON_ROWS = {
+    "eval_split": FlagTest("all", "answer"),
+    "eval_fraction": FlagTest(0.5, "answer", both={"eval_split": "held_out"}),
+    "max_seq_len": FlagTest(SHORT, "answer"),
+    "batch_size": FlagTest(1, "calls", spy=FORWARD),
+    "data_seed": FlagTest(7, "answer", both={"eval_fraction": 0.5}),
+    "eval_data_path": FlagTest("@test.jsonl", "answer"),
+    "column_map": FlagTest("chosen=rejected,rejected=chosen", "answer"),
+    "json_output": FlagTest("true", "answer"),
+}
 FLAG_TESTS: dict[str, FlagTest] = {
+    **{f"{command}.{name}": test for command in ("reward_eval", "eval") for name, test in ON_ROWS.items()},
     "sft.adam_beta1": FlagTest(0.5),
     "sft.adam_beta2": FlagTest(0.5),
     "sft.adam_eps": FlagTest(0.01),
@@ -177,14 +189,6 @@ FLAG_TESTS: dict[str, FlagTest] = {
     "reward_eval.model": FlagTest("@other-judge", "answer", both={"model": "@judge"}),
     "reward_eval.data_path":
         FlagTest("@more.jsonl", "answer", both={"data_path": "@train.jsonl", "eval_fraction": 0.5}),
-    "reward_eval.eval_split": FlagTest("all", "answer"),
-    "reward_eval.eval_fraction": FlagTest(0.5, "answer", both={"eval_split": "held_out"}),
-    "reward_eval.max_seq_len": FlagTest(SHORT, "answer"),
-    "reward_eval.batch_size": FlagTest(1, "calls", spy=FORWARD),
-    "reward_eval.data_seed": FlagTest(7, "answer", both={"eval_fraction": 0.5}),
-    "reward_eval.eval_data_path": FlagTest("@test.jsonl", "answer"),
-    "reward_eval.column_map": FlagTest("chosen=rejected,rejected=chosen", "answer"),
-    "reward_eval.json_output": FlagTest("true", "answer"),
     "chat.model": FlagTest("@base", "answer", both={"model": "@other"}),
     "chat.system": FlagTest("Be brief.", "answer"),
     "chat.prompt": FlagTest("Who are you?", "answer", both={"prompt": "Hello."}),
@@ -215,14 +219,6 @@ FLAG_TESTS: dict[str, FlagTest] = {
     "prompt_eval.num_beams": FlagTest(3, "answer"),
     "prompt_eval.num_return_sequences": FlagTest(2, "answer", both={"temperature": 2.0}),
     "eval.data_path": FlagTest("@more.jsonl", "answer", both={"data_path": "@train.jsonl"}),
-    "eval.eval_split": FlagTest("all", "answer"),
-    "eval.eval_fraction": FlagTest(0.5, "answer", both={"eval_split": "held_out"}),
-    "eval.max_seq_len": FlagTest(SHORT, "answer"),
-    "eval.batch_size": FlagTest(1, "calls", spy=FORWARD),
-    "eval.data_seed": FlagTest(7, "answer", both={"eval_fraction": 0.5}),
-    "eval.eval_data_path": FlagTest("@test.jsonl", "answer"),
-    "eval.column_map": FlagTest("chosen=rejected,rejected=chosen", "answer"),
-    "eval.json_output": FlagTest("true", "answer"),
     "eval.reward_function": FlagTest("repetition", "answer"),
     "eval.reward_model": FlagTest("@judge", "answer"),
     "eval.seed": FlagTest(5, "answer"),
