@@ -49,10 +49,13 @@ def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
         phases={
             "generate": [prefill(config, buffers)],
             "score": sharing.applied(scoring(config, buffers.num_responses, {use.role for use in models})),
-            "train": sharing.applied(
-                updates(config, buffers.num_responses, [role.name for role in config.held_roles]),
-                shuffled=config.ppo.ppo_epochs > 1,
-            ),
+            "train": [
+                *sharing.applied(
+                    updates(config, buffers.num_responses, [role.name for role in config.held_roles]),
+                    shuffled=config.ppo.ppo_epochs > 1,
+                ),
+                *text_passes(config, buffers.num_responses),
+            ],
         },
         batch=batch_lines(config, schedule, ranks),
         rollout=buffers,
@@ -118,7 +121,7 @@ def prefill(config: PPOConfig, buffers: Rollout) -> Pass:
 def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass]:
     """Return the largest passes of a rollout without gradients; the policy's, if any, has the shape of updates."""
     longest = config.sampling.max_answer_seq_len
-    length = round_up(config.max_sequence_length, LENGTH_UNIT)
+    length = sequence_length(config)
     micro = config.optimizer.per_device_train_batch_size
     rows = min(num_responses, max(1, SCORING_TOKENS // length))
     passes, times = list[Pass](), -(-num_responses // rows)
@@ -139,14 +142,13 @@ def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass
 
 
 def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pass]:
-    """Return the passes of an optimizer step: trained models on a micro-batch, and the actor on ptx text.
+    """Return the passes of an optimizer step over responses: trained models on a micro-batch.
 
     With an exact divergence in the loss the reference's or the teacher's too.
     """
     longest, optimizer = config.sampling.max_answer_seq_len, config.optimizer
-    length = round_up(config.max_sequence_length, LENGTH_UNIT)
     rows, accumulates = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps > 1
-    times = num_responses * config.ppo.ppo_epochs // rows
+    times, length = num_responses * config.ppo.ppo_epochs // rows, sequence_length(config)
     divergence = config.ppo.divergence
     step = Pass("actor", rows, length, rows * longest, trains=True, accumulates=accumulates, times=times)
     passes = [replace(step, divergence=divergence)]
@@ -155,9 +157,21 @@ def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pas
         passes.append(Pass(compared, rows, length, rows * longest, times=times))
     if "critic" in roles:
         passes.append(Pass("critic", rows, length, trains=True, accumulates=accumulates, times=times))
-    if config.data.unsupervised_data_path:
-        passes.append(Pass("actor", rows, length, rows * (length - 1), trains=True, accumulates=True, times=times))
     return passes
+
+
+def text_passes(config: PPOConfig, num_responses: int) -> list[Pass]:
+    """Return the passes of an optimizer step over ptx text, by the actor; none without text."""
+    if not config.data.unsupervised_data_path:
+        return []
+    rows, length = config.optimizer.per_device_train_batch_size, sequence_length(config)
+    times = num_responses * config.ppo.ppo_epochs // rows
+    return [Pass("actor", rows, length, rows * (length - 1), trains=True, accumulates=True, times=times)]
+
+
+def sequence_length(config: PPOConfig) -> int:
+    """Return the tokens of the longest sequence, rounded up as passes on a GPU are."""
+    return round_up(config.max_sequence_length, LENGTH_UNIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +218,10 @@ class Sharing:
         return passes if shuffled else [self.shared(one) for one in passes]
 
     def shared(self, one: Pass) -> Pass:
-        """Return a pass with what its rows share; text shares nothing."""
+        """Return a pass with what its rows share."""
         group = math.gcd(self.group, self.rows_per_step)  # a step may end within a group
         size = unit_size(group, self.rows_per_step, world_size=self.ranks, most=one.rows)
-        is_text = one.trains and one.num_head_tokens == one.rows * (one.length - 1)
-        if size == 1 or is_text:
+        if size == 1:
             return one
         tokens = (one.rows - -(-one.rows // size)) * self.prompt
         return replace(one, shared=tokens, copied=tokens * self.key_bytes[one.role][0 if one.trains else 1])

@@ -19,7 +19,7 @@ def test_sums_of_copies(columns):
 
     draw = torch.Generator().manual_seed(1)
     index = torch.cat([torch.arange(5), torch.full((8,), 3), torch.tensor([6, 6])])[torch.randperm(15, generator=draw)]
-    copies = Copies.of(index, 7, torch.zeros(2, dtype=torch.int32))
+    copies = Copies.of(index, 7, index[:0], torch.zeros(2, dtype=torch.int32))
     gradient = torch.randn(15, columns, generator=draw)
     wanted = torch.zeros(7, columns).index_add_(0, index, gradient)
     found = sum_copies(gradient.to(DEVICE), copies.order.to(DEVICE), copies.starts.to(DEVICE)).cpu()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pipeline.data.batching import packed_sft_batch
 from pipeline.models.forward import packed_attention
 from pipeline.models.forward.causal_lm import CausalLM
-from pipeline.models.forward.hidden_states import PACKED_UNIT
+from pipeline.models.forward.shared_prompts import PACKED_UNIT
 from pipeline.models.loading import without_dropout
 from pipeline.models.reward_model import TokenValueModel
 from pipeline.tensor_ops import lengths_to_mask

@@ -13,8 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from pipeline.data.batching import pair_batch
 from pipeline.models.forward import packed_attention
 from pipeline.models.forward.causal_lm import CausalLM
-from pipeline.models.forward.hidden_states import PACKED_UNIT
-from pipeline.models.forward.shared_prompts import Copies, SharedPrompts, settings_of_pairs
+from pipeline.models.forward.shared_prompts import PACKED_UNIT, Copies, SharedPrompts, settings_of_pairs
 from pipeline.models.reward_model import TokenValueModel
 from pipeline.tensor_ops import lengths_to_mask
 from step2_reward.pair_scores import batch_loss
@@ -138,7 +137,7 @@ def test_pairs_pass_their_prompts_once(kernel, margin):
 def test_the_sums_of_copies_are_exact_in_16_bits():
     """In bf16 1 + 2**-8 is 1: a sum of 1 and 256 of these is 2 in fp32, and stays 1 if it is rounded each time."""
     index = torch.tensor([2] + [0] * 257 + [1])
-    copies = Copies.of(index, 4, torch.zeros(2, dtype=torch.int32))
+    copies = Copies.of(index, 4, index[:0], torch.zeros(2, dtype=torch.int32))
     assert copies.starts.tolist() == [0, 257, 258, 259, 259] and copies.index[copies.order].tolist() == sorted(index)
     values = torch.zeros(4, 3, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.full((259, 3), 2.0**-8, dtype=torch.bfloat16)

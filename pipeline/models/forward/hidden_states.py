@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipeline.kernels.attention_choice import choose_attention_kernel
 from pipeline.model_types import declared
 from pipeline.models.forward.packed_attention import uses_packed_attention
-from pipeline.models.forward.shared_prompts import SharedPrompts
+from pipeline.models.forward.shared_prompts import PACKED_UNIT, SharedPrompts, bounds_of
 from pipeline.models.loading import backbone, base_model
 from pipeline.tensor_ops import check_right_padded, round_up
 
-# Tokens of a pass without padding are a multiple of this, so that the allocator can reuse memory of earlier passes.
-PACKED_UNIT = 64
 SLIDING = "sliding_attention"  # transformers' name of layers that see a window of tokens
 
 
@@ -107,22 +104,20 @@ def without_padding(
         passing, count, longest = shared.passing(mask), num_tokens - shared.num_tokens + 1, max(width, 2 * PACKED_UNIT)
     places = torch.nonzero_static(passing.flatten(), size=round_up(count, PACKED_UNIT), fill_value=0).squeeze(1)
     # The tokens that round the number up to PACKED_UNIT are a sequence of their own behind the others.
-    ends = functional.pad(passing.sum(1).cumsum(0), (1, 1), value=len(places)).to(torch.int32)
-    ends[0] = 0
-    bounds, copies = ends.view(1, 1, 1, -1), None
+    bounds, copies = [bounds_of(passing, len(places))], None
     if shared is not None:
-        copies = shared.copies(mask, num_tokens, len(places))
-        bounds = torch.stack([ends, copies.bounds]).view(1, 1, 2, -1)
+        copies = shared.copies(mask, passing, num_tokens, len(places))
+        bounds.append(copies.bounds)
     hidden = last_hidden(
         model,
         input_ids=input_ids.flatten()[places].unsqueeze(0),
-        attention_mask=bounds,
+        attention_mask=torch.stack(bounds).view(1, 1, len(bounds), -1),
         position_ids=(places % width).unsqueeze(0),
         max_length_q=longest,
         max_length_k=longest,
         key_copies=copies,
     )[0]
     if copies is not None:
-        places, hidden = torch.nonzero_static(mask.flatten(), size=num_tokens).squeeze(1), copies.copied(hidden)
+        places, hidden = copies.places, copies.copied(hidden)
     whole = hidden.new_zeros(rows * width, hidden.shape[-1])
     return whole.index_copy_(0, places[:num_tokens], hidden[:num_tokens]).view(rows, width, -1)

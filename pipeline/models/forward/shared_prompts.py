@@ -10,9 +10,20 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipeline.data.batching import SharedTokens
 from pipeline.tensor_ops import round_up
+
+# Tokens of a pass without padding are a multiple of this, so that the allocator can reuse memory of earlier passes.
+PACKED_UNIT = 64
+
+
+def bounds_of(mask: Tensor, end: int) -> Tensor:
+    """Return where each row of `mask` (B, W) bool begins among its true places, where the last ends, and `end`."""
+    bounds = functional.pad(mask.sum(1).cumsum(0), (1, 1), value=end).to(torch.int32)
+    bounds[0] = 0
+    return bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +51,19 @@ class SharedPrompts:
         """Return which tokens pass through the model, (B, W) bool; `mask` (B, W) bool, True = real token."""
         return mask & (torch.arange(mask.shape[1], device=mask.device) >= self.lengths.unsqueeze(1))
 
-    def copies(self, mask: Tensor, num_tokens: int, num_passed: int) -> "Copies":
+    def copies(self, mask: Tensor, passing: Tensor, num_tokens: int, num_passed: int) -> "Copies":
         """Return the copies of passed tokens that make up all real tokens, row after row; `num_tokens` is N.
 
-        Copies of the fillers follow, in which the P = `num_passed` tokens end, up to a multiple of 64.
+        Copies of the fillers follow, in which the P = `num_passed` tokens end, up to a multiple of PACKED_UNIT.
         """
-        passing = self.passing(mask)
         number = (passing.flatten().cumsum(0) - 1).view_as(passing)  # of the passed token at each place
         source = torch.where(passing, number, number[self.owners]).flatten()
         places = torch.nonzero_static(mask.flatten(), size=num_tokens).squeeze(1)
         count = num_tokens - self.num_tokens
-        fillers = round_up(num_tokens + num_passed - count, 64) - num_tokens
+        fillers = round_up(num_tokens + num_passed - count, PACKED_UNIT) - num_tokens
         filler = torch.arange(count, count + fillers, device=mask.device).clamp(max=num_passed - 1)
         index = torch.cat([source[places], filler])
-        bounds = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 1), value=len(index)).to(torch.int32)
-        bounds[0] = 0
-        return Copies.of(index, num_passed, bounds)
+        return Copies.of(index, num_passed, places, bounds_of(mask, len(index)))
 
 
 def settings_of_pairs(tokens: SharedTokens | None) -> dict[str, Any]:
@@ -74,20 +82,22 @@ class Copies:
     index: (C,) int64, the token that each copy is of.
     order: (C,) int64, the copies, those of one token after another.
     starts: (P + 1,) int64, the first copy of each token in `order`, and C.
+    places: (N,) int64, places of the real tokens in (B, W), whose copies come first.
     bounds: (B + 2,) int32, first copies of rows and of the fillers, and C.
     """
 
     index: Tensor
     order: Tensor
     starts: Tensor
+    places: Tensor
     bounds: Tensor
 
     @classmethod
-    def of(cls, index: Tensor, num_passed: int, bounds: Tensor) -> Self:
+    def of(cls, index: Tensor, num_passed: int, places: Tensor, bounds: Tensor) -> Self:
         """Return the copies (C,) int64 of P = `num_passed` tokens."""
         ordered, order = index.sort(stable=True)
         starts = torch.searchsorted(ordered, torch.arange(num_passed + 1, device=index.device))
-        return cls(index, order, starts, bounds)
+        return cls(index, order, starts, places, bounds)
 
     def copied(self, values: Tensor) -> Tensor:
         """Return copies (C, ...) of the tokens' values (P, ...); gradients are added in fp32."""
