@@ -32,6 +32,7 @@ PIPELINE = "RLHF_PIPELINE"
 # Addresses that threads map as they start, for each core: two pools of one thread a core, each thread with a stack of
 # 8 MiB and an arena of malloc, 128 MiB until it is aligned.
 BYTES_OF_THREADS = 2 * (8 + 128) * 2**20
+_limiting_memory = threading.Lock()
 REPEAT_S = 2.0  # a signal this soon after the first is a repeat: terminals and schedulers send several
 
 
@@ -226,17 +227,19 @@ def time_limit(seconds: float) -> Iterator[None]:
 def memory_limit(num_bytes: int) -> Iterator[None]:
     """Let allocations of the body fail with MemoryError beyond `num_bytes` more than are mapped now (Linux only).
 
+    The limit is that of the process, so one thread at a time has one: two would each restore what the other has set.
     Threads of libraries may start meanwhile, such as those of tokenizers. What they map is allowed beside it: a thread
     without memory for its own data ends the process with 127.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = psutil.Process().memory_info().vms + num_bytes + (os.cpu_count() or 1) * BYTES_OF_THREADS
-    limits = [limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    with _limiting_memory:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = psutil.Process().memory_info().vms + num_bytes + (os.cpu_count() or 1) * BYTES_OF_THREADS
+        limits = [limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 class Signals:

@@ -287,6 +287,32 @@ def test_memory_is_limited_for_a_while() -> None:
     assert len(bytearray(2**24)) == 2**24
 
 
+def test_threads_that_limit_memory_at_once_leave_no_limit_behind() -> None:
+    """The first one ends before the second, which without turns would restore the limit of the first."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    inside, may_leave, left = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with memory_limit(2**30):
+            inside.set()
+            may_leave.wait(10)
+        left.set()
+
+    def second() -> None:
+        with memory_limit(2**30):
+            left.wait(10)
+
+    threads = [threading.Thread(target=one) for one in (first, second)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    threads[1].join(0.1)
+    may_leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
 @pytest.mark.faults
 def test_a_slow_template_ends_in_time(folder: Path, tmp_path: Path) -> None:
     """With the real limit, and from the user's view: seconds, one line."""
