@@ -5,12 +5,10 @@ once more for each response by itself; what fails again is a `Failure`.
 """
 
 import asyncio
-import logging
-import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from pipeline.data.turns import Message, split_tools
 from pipeline.errors import InputError, raise_lines
@@ -27,14 +25,9 @@ from pipeline.rewards.calls import (
     load,
 )
 from pipeline.rewards.functions import FLAG, RewardFunction
-from pipeline.rewards.worker_process import WorkerLostError, WorkerProcess
+from pipeline.rewards.workers import Background, Workers
 
-log = logging.getLogger(__name__)
-
-LOAD_LIMIT_S = 120.0  # of an import: that of torch from a slow disk takes a minute
 RANK_LIMIT_S = 600.0  # of a call in the rank: a judge tries again by itself
-UNNAMED = "%s %s: it uses %s, which no import statement names: changes of it are not noticed when a run resumes"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,35 +80,8 @@ class Responses:
         return Call([len(ids) for ids in self.ids], each, repeated, function.args, self.step)
 
 
-class Background:
-    """An asyncio loop in a separate thread."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
-
-    def close(self) -> None:
-        """Cancel the tasks of the loop, and end the loop."""
-        self.run(cancel_others()).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
-
-
-async def cancel_others(*rest: asyncio.Task[None]) -> None:
-    """Cancel the tasks of the loop, except for this one and the `rest`."""
-    others = asyncio.all_tasks() - {asyncio.current_task(), *rest}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-
-
 class RewardPool:
-    """Workers that call reward functions. The pool is a context, at whose end the workers are stopped.
+    """Workers that call reward functions. The pool is a context, at whose end its own workers are stopped.
 
     The built-in LLM judge, which needs a key, runs in this process, in a separate thread with an asyncio loop, so that
     the workers see no secrets.
@@ -125,31 +91,24 @@ class RewardPool:
         self,
         functions: Sequence[RewardFunction],
         *,
-        num_workers: int,
-        timeout_s: float,
-        passes: Sequence[str] = (),
-        memory_bytes: int = 2**60,
+        workers: Workers | None = None,
         prints_traces: bool = True,
+        **limits: Any,
     ) -> None:
         """Start no process yet.
 
         Args:
             functions: those to call, all of other names.
-            timeout_s: seconds that a call in a worker may take.
-            passes: names of variables of the environment that workers see although they look like secrets.
-            memory_bytes: memory that one worker may have, and each process that its functions start.
+            workers: those of the rank, which others use too; None: the pool has its own, by the `limits`.
             prints_traces: True = the trace of each call that raises goes to the log.
+            limits: arguments of `Workers`.
         """
-        self.functions, self._timeout_s, self._prints_traces = list(functions), timeout_s, prints_traces
-        self._workers = [WorkerProcess(number, passes, memory_bytes) for number in range(num_workers)]
-        self._idle = asyncio.LifoQueue[WorkerProcess]()  # no more are started than are busy at once
-        for worker in reversed(self._workers):
-            self._idle.put_nowait(worker)
+        self.functions, self._prints_traces = list(functions), prints_traces
+        self._workers, self._has_own_workers = workers or Workers(**limits), not workers
         self._signatures = dict[str, Signature]()
         self._columns: list[str] = []
-        self._logged = set[str]()
         self._in_rank = dict[str, Callable[..., Any]]()
-        self._loop, self._rank = Background("reward workers"), Background("reward functions of the rank")
+        self._rank = Background("reward functions of the rank")
 
     def __enter__(self) -> Self:
         return self
@@ -170,14 +129,14 @@ class RewardPool:
         self._columns = [*columns]
         errors = list[str]()
         for function in self.functions:
-            answer = result_of(self._loop.run(self._ask(function)))
+            answer = result_of(self._workers.run(self._ask(function)))
             if reason := self._reason_against(function, answer):
                 errors.append(f"{FLAG} {function.target}: {reason}")
         raise_lines(errors)
 
     def submit(self, responses: Responses) -> "Future[dict[str, list[Value]]]":
         """Start to score the responses of a prompt, and return at once; see `gather`."""
-        return self._loop.run(self._given_by_all(responses))
+        return self._workers.run(self._given_by_all(responses))
 
     def gather(
         self, handles: Sequence["Future[dict[str, list[Value]]]"], between: Callable[[], None] = lambda: None
@@ -193,17 +152,10 @@ class RewardPool:
         return [result_of(handle, between) for handle in handles]
 
     def close(self) -> None:
-        """End the workers, and what still runs."""
-        self._loop.run(self._end()).result()
-        for loop in (self._loop, self._rank):
-            loop.close()
-
-    async def _end(self) -> None:
-        # asyncio waits for ever for the end of a process that it kills before it has connected its pipes.
-        while starts := [one.starting for one in self._workers if one.starting and not one.starting.done()]:
-            await asyncio.wait(starts)
-        await cancel_others(*(task for worker in self._workers for task in worker.watches))
-        await asyncio.gather(*(worker.close() for worker in self._workers))
+        """End the pool's own workers, and what still runs in them."""
+        if self._has_own_workers:
+            self._workers.close()
+        self._rank.close()
 
     def _reason_against(self, function: RewardFunction, answer: Mapping[str, Any]) -> str:
         """Return why a function that a worker has answered for cannot be used, or an empty text."""
@@ -251,21 +203,9 @@ class RewardPool:
 
     async def _ask(self, function: RewardFunction, call: Call | None = None) -> dict[str, Any]:
         """Return a worker's answer to a call, or where there is none, to the request to load the function."""
-        worker = await self._idle.get()
-        try:
-            loaded = await worker.load(function, LOAD_LIMIT_S)
-            if call is None or "signature" not in loaded:
-                return loaded
-            request = {"target": function.target, "call": vars(call), "modules": function.modules}
-            answer = await worker.ask(request | {"prints_trace": self._prints_traces}, self._timeout_s)
-            for module in {*loaded["beside"], *answer.get("beside", ())} - self._logged:
-                self._logged.add(module)
-                log.warning(UNNAMED, FLAG, function.target, module)
-            return answer
-        except WorkerLostError as error:
-            return {"failed": [error.kind, str(error)]}
-        finally:
-            self._idle.put_nowait(worker)
+        request = {"call": vars(call), "prints_trace": self._prints_traces} if call else None
+        async with self._workers.one() as worker:
+            return await self._workers.ask(worker, function, request)
 
     async def _ask_rank(self, function: RewardFunction, call: Call) -> dict[str, Any]:
         """Return the answer to a call in this process."""

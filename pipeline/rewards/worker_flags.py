@@ -1,7 +1,7 @@
 """Flags of the processes that call reward functions, which training, `rlhf sample` and `rlhf reward` have."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import model_validator
 
@@ -36,16 +36,19 @@ class WorkerFlags(Group):
         return self
 
 
+def worker_limits(flags: WorkerFlags) -> dict[str, Any]:
+    """Return the arguments of `Workers` for the workers of this rank."""
+    share = memory_of_machine() // (2 * flags.reward_workers * local_size())
+    return {
+        "num_workers": flags.reward_workers,
+        "timeout_s": flags.reward_timeout_s,
+        "passes": flags.reward_env,
+        "memory_bytes": int(flags.reward_worker_gib * GIB) or max(share, GIB),
+    }
+
+
 def reward_pool(flags: WorkerFlags, functions: Sequence[RewardFunction], *, prints_traces: bool = True) -> "RewardPool":
-    """Return the processes of this rank, none of which is started yet; `prints_traces` as in `RewardPool`."""
+    """Return a pool with processes of its own, none of which is started yet; `prints_traces` as in `RewardPool`."""
     from pipeline.rewards.pool import RewardPool
 
-    share = memory_of_machine() // (2 * flags.reward_workers * local_size())
-    return RewardPool(
-        functions,
-        num_workers=flags.reward_workers,
-        timeout_s=flags.reward_timeout_s,
-        passes=flags.reward_env,
-        memory_bytes=int(flags.reward_worker_gib * GIB) or max(share, GIB),
-        prints_traces=prints_traces,
-    )
+    return RewardPool(functions, prints_traces=prints_traces, **worker_limits(flags))

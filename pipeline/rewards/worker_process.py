@@ -37,7 +37,7 @@ class WorkerProcess:
     """A process that loads and calls reward functions, one at a time. Its methods run in one asyncio loop."""
 
     def __init__(self, number: int, passes: Sequence[str], memory_bytes: int) -> None:
-        self._name, self._passes, self._memory_bytes = f"reward worker {number}", passes, memory_bytes
+        self.number, self._passes, self._memory_bytes = number, passes, memory_bytes
         self._process: asyncio.subprocess.Process | None = None
         self._loaded: dict[str, dict[str, Any]] = {}  # target of a function -> the answer
         self._numbers = itertools.count()
@@ -87,6 +87,11 @@ class WorkerProcess:
             reading.cancel()
             ending.cancel()
 
+    def forget_ended(self) -> None:
+        """Forget a process that has ended since its last answer, so that no call is lost to it."""
+        if self._process is not None and self._process.returncode is not None:
+            self.kill()
+
     async def close(self) -> None:
         """End the worker, and log the rest of what its functions have printed."""
         self.kill()
@@ -131,9 +136,12 @@ class WorkerProcess:
             for line in text.decode(errors="replace").splitlines():
                 self._num_printed += 1
                 if self._num_printed <= MAX_PRINTED_LINES:
-                    log.info("%s: %s", self._name, redacted(line[:MAX_LINE]))
+                    log.info("reward worker %d: %s", self.number, redacted(line[:MAX_LINE]))
                 elif self._num_printed == MAX_PRINTED_LINES + 1:
-                    log.info("%s: prints more than %d lines; no more of it is logged", self._name, MAX_PRINTED_LINES)
+                    log.info(
+                        "reward worker %d: prints more than %d lines; no more of it is logged",
+                        *(self.number, MAX_PRINTED_LINES),
+                    )
         await _ended(process)
 
 

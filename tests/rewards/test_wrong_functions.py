@@ -241,7 +241,7 @@ def test_what_cannot_be_used_is_found_before_the_start(tmp_path, monkeypatch):
     for name, (code, _) in UNUSABLE.items():
         (function,) = functions_in(tmp_path / f"{name}.py", code, "f")
         functions.append(function)
-    monkeypatch.setattr("pipeline.rewards.pool.LOAD_LIMIT_S", 5.0)
+    monkeypatch.setattr("pipeline.rewards.workers.LOAD_LIMIT_S", 5.0)
     with (
         nothing_left(),
         RewardPool(functions, num_workers=2, timeout_s=LIMIT_S) as pool,
