@@ -4,6 +4,7 @@ transformers' sandboxed `apply_chat_template` renders texts. They are encoded wi
 template contains the BOS token. Training, rollouts and chat all encode prompts with `encode_prompt`.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -127,12 +128,22 @@ def render(
         RefusedTurnsError: the template does not accept the turns.
         InputError: rendering takes longer than MAX_RENDER_S, or the text is longer than MAX_GROWTH allows.
     """
-    num_chars = sum(len(message.content) for message in messages)
+    tools, turns = split_tools(messages)
+    return render_turns(tokenizer, turns, tools, add_generation_prompt)
+
+
+def render_turns(
+    tokenizer: "PreTrainedTokenizerBase",
+    turns: Sequence[dict[str, Any]],
+    tools: Sequence[Any] | None,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Render turns as transformers takes them, which may call tools, as `render` does."""
+    num_chars = sum(len(turn["content"]) for turn in turns) + (len(json.dumps(tools)) if tools else 0)
+    options: Any = {"tools": tools, "add_generation_prompt": add_generation_prompt}
     try:
         with time_limit(MAX_RENDER_S):
-            tools, turns = split_tools(messages)
-            options: Any = {"tools": tools, "add_generation_prompt": add_generation_prompt}
-            text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
+            text = tokenizer.apply_chat_template(list(turns), tokenize=False, **options)
     except TimeLimitError:
         raise InputError(
             f"the chat template of {_name(tokenizer)} does not end within {MAX_RENDER_S:.0f} s; give "
