@@ -74,8 +74,10 @@ def functions_of_box() -> Mapping[str, Callable[..., Any]]:
     return BOX
 
 
-def load(target: str, digest: str) -> Callable[..., Any]:
+def load(target: str, digest: str, what: Literal["function", "class"] = "function") -> Callable[..., Any]:
     """Return a built-in function, or one of a user's file, which is imported once in a process.
+
+    what: for messages.
 
     Raises:
         RefusedError: the file is no longer that of `digest`, or has no such function.
@@ -97,8 +99,9 @@ def load(target: str, digest: str) -> Callable[..., Any]:
             raise
     function = getattr(sys.modules[module_name], name, None)
     if not callable(function):
-        others = [other for other, value in vars(sys.modules[module_name]).items() if inspect.isfunction(value)]
-        raise RefusedError(f"the file has no function {name!r}, only {', '.join(others) or 'none at all'}")
+        is_other = inspect.isfunction if what == "function" else inspect.isclass
+        others = [other for other, value in vars(sys.modules[module_name]).items() if is_other(value)]
+        raise RefusedError(f"the file has no {what} {name!r}, only {', '.join(others) or 'none at all'}")
     return function
 
 
@@ -138,13 +141,18 @@ def signature_of(function: Callable[..., Any], *, is_of_box: bool) -> Signature:
     )
 
 
-def loaded_function(target: str, digest: str) -> tuple[Callable[..., Any], Signature]:
-    """Return a function and its signature; a user's file can import those beside it, as a script can."""
+def load_beside(target: str, digest: str, what: Literal["function", "class"] = "function") -> Callable[..., Any]:
+    """Return what `load` does; a user's file can import those beside it, as a script can."""
     file, _, _ = target.rpartition(":")
     if file and (folder := str(Path(file).parent)) not in sys.path:
         sys.path.insert(0, folder)
-    function = load(target, digest)
-    return function, signature_of(function, is_of_box=not file)
+    return load(target, digest, what)
+
+
+def loaded_function(target: str, digest: str) -> tuple[Callable[..., Any], Signature]:
+    """Return a function, see `load_beside`, and its signature."""
+    function = load_beside(target, digest)
+    return function, signature_of(function, is_of_box=".py:" not in target)
 
 
 @dataclass(frozen=True)
@@ -187,10 +195,10 @@ def checked_values(values: Any, lengths: Sequence[int]) -> list[Any]:
     Raises:
         RefusedError: anything else.
     """
-    values = _plain(values)
+    values = plain(values)
     if not isinstance(values, list):
         raise RefusedError(
-            f"returned {_shown(values)}, expected a list with a value for each of {len(lengths)} responses"
+            f"returned {shown(values)}, expected a list with a value for each of {len(lengths)} responses"
         )
     if len(values) != len(lengths):
         raise RefusedError(f"returned {len(values)} values for {len(lengths)} responses, expected one for each")
@@ -198,21 +206,21 @@ def checked_values(values: Any, lengths: Sequence[int]) -> list[Any]:
 
 
 def _checked(value: Any, length: int, number: int) -> Any:
-    value = _plain(value)
+    value = plain(value)
     if value is None or is_number(value):
         return None if value is None else float(value)
-    problem = f"response {number}: returned {_shown(value)}"
+    problem = f"response {number}: returned {shown(value)}"
     if not isinstance(value, list):
         raise RefusedError(f"{problem}, expected a finite number, a list of them, or None")
-    tokens = [_plain(token) for token in value]
+    tokens = [plain(token) for token in value]
     if len(tokens) != length:
         raise RefusedError(f"{problem} of {len(tokens)} values for {length} tokens, expected one for each")
     if wrong := [token for token in tokens if not is_number(token)]:
-        raise RefusedError(f"{problem} with {_shown(wrong[0])}, expected finite numbers alone")
+        raise RefusedError(f"{problem} with {shown(wrong[0])}, expected finite numbers alone")
     return [float(token) for token in tokens]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return lists and numbers of numpy and torch as Python's, and a tuple as a list."""
     if isinstance(value, tuple):
         return list(value)
@@ -224,7 +232,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and -MAX_VALUE <= value <= MAX_VALUE
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return what a message calls a value: a short number or text as Python writes it, of all else the type."""
     kind, text = type(value).__name__, ""
     if isinstance(value, str | int | float):

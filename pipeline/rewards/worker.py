@@ -1,4 +1,4 @@
-"""A worker: calls reward functions for the process that started it, in JSON lines over its standard input and output.
+"""A worker: calls functions for the process that started it, in JSON lines over its standard input and output.
 
 What a function prints, also from C, goes to standard error. The worker ends with its parent, whatever a function does,
 and so do the processes that functions start: a guard, which is between the two, ends them.
@@ -23,7 +23,9 @@ import psutil
 
 from pipeline.processes import end_with_parent, send
 from pipeline.rewards.calls import Call, Signature, answer_to, check_args, checked_values, loaded_function
+from pipeline.rewards.functions import FLAG
 from pipeline.rewards.modules import check_modules
+from pipeline.rewards.tool_calls import ToolCalls
 
 CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 SIGNALLED = 128  # the exit code of the guard is this and the number of the signal that has ended the worker
@@ -40,7 +42,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]  # not addresses, of which libraries reserve many
     resource.setrlimit(resource.RLIMIT_DATA, (min(limit, hard % 2**63),) * 2)
     nothing, log = os.open(os.devnull, os.O_RDONLY), os.dup(2)
-    home, loaded, seen = Path.cwd(), Loaded(), {"__main__"}
+    home, worker, loaded, seen, tools = Path.cwd(), os.getpid(), Loaded(), {"__main__"}, ToolCalls()
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as answers:
         for line in requests:
             os.chdir(home)  # a function may have left it, and closed what it prints to
@@ -48,7 +50,9 @@ def main() -> None:
                 os.dup2(file, number)
             sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
             request = json.loads(line)
-            answer = answered(request, loaded, seen) | {"number": request["number"]}
+            answer = answered(request, loaded, seen, tools) | {"number": request["number"]}
+            if os.getpid() != worker:  # a function has forked, and has returned in the child too
+                os._exit(0)
             ctypes.CDLL(None).fflush(None)
             answers.write(json.dumps(answer).encode() + b"\n")
             answers.flush()
@@ -64,11 +68,14 @@ def guarded(parent: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     ctypes.CDLL(None).prctl(CHILD_SUBREAPER, 1)
     end_with_parent(parent, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # Python drops an error that is raised while it forks
     if not (worker := os.fork()):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         end_with_parent(guard, signal.SIGKILL)
         return
     with suppress(SystemExit):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         while (ended := os.wait())[0] != worker:
             pass
         code = os.waitstatus_to_exitcode(ended[1])
@@ -83,17 +90,19 @@ def guarded(parent: int) -> None:
     os._exit(code if code >= 0 else SIGNALLED - code)
 
 
-def answered(request: Mapping[str, Any], loaded: Loaded, seen: set[str]) -> dict[str, Any]:
-    """Return the answer to a request: the signature of a function that it loads, or the values of a call.
+def answered(request: Mapping[str, Any], loaded: Loaded, seen: set[str], tools: ToolCalls) -> dict[str, Any]:
+    """Return the answer to a request: the signature of a function that it loads, the values of a call, or `tools`'s.
 
-    Both with "beside": modules that are imported now and were not known; see `check_modules`.
+    All with "beside": modules that are imported now and were not known; see `check_modules`.
     """
     target = request["target"]
     try:
-        if "call" not in request:
+        if request["flag"] != FLAG:
+            answer = tools.answer(request)
+        elif "call" not in request:
             loaded[target] = loaded_function(target, request["digest"])
             check_args(target, request["args"], loaded[target][1])
-            answer: dict[str, Any] = {"signature": asdict(loaded[target][1])}
+            answer = {"signature": asdict(loaded[target][1])}
         else:
             function, signature = loaded[target]
             call = Call(**request["call"])
@@ -103,7 +112,7 @@ def answered(request: Mapping[str, Any], loaded: Loaded, seen: set[str]) -> dict
             answer = {"values": checked_values(values, call.lengths)}
         return answer | {"beside": check_modules(target, request["modules"], seen)}
     except BaseException as error:  # also SystemExit
-        answer = answer_to(error, target)
+        answer = answer_to(error, target) | ({"is_full": True} if isinstance(error, MemoryError) else {})
         if "failed" in answer and request.get("prints_trace", True):
             with suppress(Exception):  # of a stream that the function has closed
                 traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))

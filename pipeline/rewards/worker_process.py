@@ -39,21 +39,20 @@ class WorkerProcess:
     def __init__(self, number: int, passes: Sequence[str], memory_bytes: int) -> None:
         self.number, self._passes, self._memory_bytes = number, passes, memory_bytes
         self._process: asyncio.subprocess.Process | None = None
-        self._loaded: dict[str, dict[str, Any]] = {}  # target of a function -> the answer
+        self._loaded: dict[tuple[str, str], dict[str, Any]] = {}  # flag and target of a function -> the answer
+        self.num_ended = 0  # processes that this one has followed
         self._numbers = itertools.count()
         self._num_printed = 0
         self.watches: set[asyncio.Task[None]] = set()
         self.starting: asyncio.Task[asyncio.subprocess.Process] | None = None
 
-    async def load(self, function: RewardFunction, limit_s: float) -> dict[str, Any]:
+    async def load(self, function: RewardFunction, limit_s: float, flag: str) -> dict[str, Any]:
         """Send the worker the request to load a function, once; return its answer. Raises WorkerLostError."""
-        target = function.target
-        if self._process is None or target not in self._loaded:
-            self._loaded[target] = await self.ask(
-                {"target": target, "digest": function.digest, "args": function.args, "modules": function.modules},
-                limit_s,
-            )
-        return self._loaded[target]
+        key, target = (flag, function.target), function.target
+        if self._process is None or key not in self._loaded:
+            request = {"digest": function.digest, "args": function.args, "modules": function.modules, "do": "load"}
+            self._loaded[key] = await self.ask({"flag": flag, "target": target} | request, limit_s)
+        return self._loaded[key]
 
     async def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Return the worker's answer to a request.
@@ -105,6 +104,7 @@ class WorkerProcess:
                 send(self._process.pid, number)
             if self._process.stdin:
                 self._process.stdin.close()
+            self.num_ended += 1
         self._process = None
         self._loaded.clear()
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 
-from pipeline.rewards.functions import FLAG, RewardFunction
+from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.worker_process import WorkerLostError, WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Workers:
         self._idle = self._workers[::-1]  # the last one works next: no more are started than are busy at once
         self._waiting: list[tuple[int | None, asyncio.Future[WorkerProcess]]] = []
         self._logged = set[str]()
-        self._loop, self._is_closed = Background("reward workers"), False
+        self._loop = Background("reward workers")
 
     def __enter__(self) -> Self:
         return self
@@ -81,56 +81,59 @@ class Workers:
     @asynccontextmanager
     async def one(self, number: int | None = None) -> AsyncIterator[WorkerProcess]:
         """Wait for an idle worker, or for that of a number, which is nobody else's in the context; first come first."""
-        worker = next((one for one in reversed(self._idle) if number in (None, one.number)), None)
-        if worker:
-            self._idle.remove(worker)
-        else:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append((number, turn))
-            try:
-                worker = await turn
-            except asyncio.CancelledError:
-                if not turn.cancelled():  # it has got a worker in the meantime
-                    self._release(turn.result())
-                raise
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((number, turn))
+        self._serve()
         try:
+            worker = await turn
             worker.forget_ended()
             yield worker
         finally:
-            self._release(worker)
+            if not turn.cancelled():
+                self._idle.append(turn.result())
+            self._serve()
 
-    def _release(self, worker: WorkerProcess) -> None:
-        """Give a worker to the first who waits for it, or to the idle ones."""
-        self._waiting = [one for one in self._waiting if not one[1].done()]
-        for number, turn in self._waiting:
-            if number in (None, worker.number):
-                turn.set_result(worker)
-                return
-        self._idle.append(worker)
+    def _serve(self) -> None:
+        """Give the idle workers to the first who wait for them."""
+        if self._idle:
+            for number, turn in self._waiting:
+                worker = next((one for one in reversed(self._idle) if number in (None, one.number)), None)
+                if worker and not turn.done():
+                    self._idle.remove(worker)
+                    turn.set_result(worker)
+            self._waiting = [one for one in self._waiting if not one[1].done()]
 
     async def ask(
-        self, worker: WorkerProcess, function: RewardFunction, request: Mapping[str, Any] | None = None
+        self,
+        worker: WorkerProcess,
+        function: RewardFunction,
+        flag: str,
+        request: Mapping[str, Any] | None,
+        limit_s: float | None = None,
     ) -> dict[str, Any]:
-        """Return a worker's answer to a request, or where there is none, to the request to load the function."""
+        """Return a worker's answer to a request, or where there is none, to the request to load the function.
+
+        Args:
+            flag: that of the function, by which the worker knows what to do with it.
+            limit_s: seconds that the answer may take; None: those of a call.
+        """
         try:
-            loaded = await worker.load(function, LOAD_LIMIT_S)
+            loaded = await worker.load(function, LOAD_LIMIT_S, flag)
             if request is None or "beside" not in loaded:
                 return loaded
-            request = {"target": function.target, "modules": function.modules} | {**request}
-            answer = await worker.ask(request, self._timeout_s)
+            of_all = {"flag": flag, "target": function.target, "digest": function.digest, "modules": function.modules}
+            answer = await worker.ask(of_all | {**request}, limit_s or self._timeout_s)
             for module in {*loaded["beside"], *answer.get("beside", ())} - self._logged:
                 self._logged.add(module)
-                log.warning(UNNAMED, FLAG, function.target, module)
+                log.warning(UNNAMED, flag, function.target, module)
             return answer
         except WorkerLostError as error:
             return {"failed": [error.kind, str(error)]}
 
     def close(self) -> None:
-        """End the processes, and what still runs; more than once is the same as once."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._loop.run(self._end()).result()
-            self._loop.close()
+        """End the processes, and what still runs."""
+        self._loop.run(self._end()).result()
+        self._loop.close()
 
     async def _end(self) -> None:
         # asyncio waits for ever for the end of a process that it kills before it has connected its pipes.

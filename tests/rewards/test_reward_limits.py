@@ -109,3 +109,22 @@ def test_processes_that_a_function_starts_end_with_a_rank_that_is_killed(tmp_pat
         assert parent.stdout and parent.stdout.readline() == b"done\n" and len(marked(mark)) == 5
         parent.kill()
     assert all_end(mark)
+
+
+STOPPED_AS_IT_FORKS = """
+import os, signal, time
+from pipeline.rewards import worker
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
+worker.guarded(os.getppid())
+time.sleep(60)
+"""
+
+
+def test_a_guard_that_is_stopped_as_it_starts_its_worker_ends_both():
+    """Python drops an error that a signal raises while it forks."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_AS_IT_FORKS], env=python_environment(), capture_output=True, timeout=50,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"") and time.monotonic() - start < 20
