@@ -11,8 +11,8 @@ import torch
 from demo.rule import is_good
 from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message, prompt_hash
+from pipeline.generation.episodes import generate
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
-from pipeline.generation.session import generate
 from pipeline.generation.sources import session_source
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.tokenizers import load_tokenizer

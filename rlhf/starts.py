@@ -39,6 +39,8 @@ def task_lines(planned: PlannedStage) -> Iterator[str]:
     compares = functions and (config.method.compares or values["group_baseline"])
     if not compares or values["reward_model_name_or_path"] or len(data) != 1:
         return
+    if values["tools"] or values["environment"]:  # the trial has none
+        return
     if any(one.lstrip().startswith("{") for one in functions):  # their settings may be secret
         return
     argv = ["rlhf", "reward", *functions, "--data", parse_path(data[0])[0], "--model", planned.base]

@@ -23,12 +23,12 @@ from step3_ppo.models.hybrid_engine import HybridEngine
 from step3_ppo.rollout import (
     Schedule,
     generation_options,
-    make_calls,
     make_data,
     make_schedule,
     sampling_line,
 )
 from step3_ppo.state import PPO, State, fingerprint_of
+from step3_ppo.tools import make_calls
 from step3_ppo.updater import Updater
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def assemble(
         fingerprint,
         hybrid=make_hybrid(config, models, run.world.size),
         updater=Updater(run.world, *steps, rate, own_loss),
-        calls=make_calls(config, prompts),
+        calls=make_calls(config, prompts, models.tokenizer),
     )
 
 

@@ -1,5 +1,6 @@
 """The flags of PPO and its other methods in stage 3."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -23,6 +24,7 @@ from step3_ppo.flags.groups import DIVERGENCES, PPOCoefficients, PromptDataConfi
 from step3_ppo.flags.methods import LORA_FACTOR, METHODS, PPO_LORA_FACTOR, Method, with_defaults
 from step3_ppo.flags.rewards import RewardConfig
 from step3_ppo.flags.teacher import TeacherConfig
+from step3_ppo.flags.tools import ToolConfig, descriptions, reason_against_tools
 from step3_ppo.models.roles import COMPARED, ROLES, Role, roles_without
 
 LENGTH_FLAGS = "--max-prompt-seq-len + --max-answer-seq-len"  # the flags of `PPOConfig.max_sequence_length`
@@ -85,6 +87,7 @@ class PPOConfig(StageConfig):
     sampling: SamplingConfig = SamplingConfig()
     rewards: RewardConfig = RewardConfig()
     teacher: TeacherConfig = TeacherConfig()
+    tools: ToolConfig = ToolConfig()
     ppo: PPOCoefficients = PPOCoefficients()
     optimizer: OptimizerConfig = OptimizerConfig(adam_eps=1e-5, min_learning_rate_ratio=0.1)
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
@@ -127,21 +130,27 @@ class PPOConfig(StageConfig):
         return parse_reward_functions(self.rewards.reward_function)
 
     @property
+    def tool_schemas(self) -> str:
+        """The JSON schemas of the tools, which prompts offer; "" without tools. Raises InputError: `Tools.check`."""
+        described = descriptions(self.tools, self.rewards) if self.tools.by_title else []
+        return json.dumps([schema for one in described for schema in one["schemas"]]) if described else ""
+
+    @property
     def functions_by_title(self) -> dict[str, RewardFunction]:
-        """The reward functions and the user's policy loss, as messages name them."""
+        """The reward functions, the tools and the user's policy loss, as messages name them."""
         loss = {f"policy loss {one.name}": one for one in [self.ppo.loss_file] if one}
-        return {f"reward function {one.name}": one for one in self.reward_functions} | loss
+        return {f"reward function {one.name}": one for one in self.reward_functions} | self.tools.by_title | loss
 
     @property
     def has_reward_model(self) -> bool:
-        """True if a reward model scores responses, as it does whenever no function does and no teacher is there."""
-        others = self.rewards.reward_function or self.method.has_teacher
+        """True if a reward model scores responses, as it does whenever nothing else can and no teacher is there."""
+        others = self.rewards.reward_function or self.tools.environment or self.method.has_teacher
         return bool(self.reward_model_name_or_path or not others)
 
     @property
     def has_rewards(self) -> bool:
-        """True if a reward model or a function scores responses; only distillation does without."""
-        return bool(self.has_reward_model or self.rewards.reward_function)
+        """True if a reward model, a function or an environment scores responses; only distillation does without."""
+        return bool(self.has_reward_model or self.rewards.reward_function or self.tools.environment)
 
     @property
     def method(self) -> Method:
@@ -271,8 +280,11 @@ class PPOConfig(StageConfig):
             if not self.teacher_path:
                 raise ValueError("teacher_model_name_or_path: missing: the model that --method distill learns from")
             return self
-        if not (self.reward_functions or self.method.has_critic or self.reward_model_name_or_path):
-            raise ValueError("reward_model_name_or_path: missing: give it, or --reward-function, to reward responses")
+        others = self.reward_functions or self.tools.environment_class
+        if not (others or self.method.has_critic or self.reward_model_name_or_path):
+            raise ValueError(
+                "reward_model_name_or_path: missing: give it, --reward-function or --environment, for rewards"
+            )
         return self
 
     @model_validator(mode="after")
@@ -289,6 +301,12 @@ class PPOConfig(StageConfig):
             if changed := self.ppo.model_dump(include=names, exclude_defaults=True):
                 why = "without rewards the loss is the divergence from the teacher alone"
                 raise ValueError(f"{next(iter(changed))}: {why}; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _responses_can_call_tools(self) -> Self:
+        if self.tools.by_title and (reason := reason_against_tools(self)):
+            raise ValueError(reason)
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@
 
 All but Collected are frozen, with one row per sequence. N sequences, S longest sequence, T longest response.
 Rows are padded on the right. Response token t of a row is its trained token number t, and is predicted at the position
-before.
+before. Between trained tokens may stand what tools answered; it takes no part in response space.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,13 +56,15 @@ class Rows:
 class Responses(Rows):
     """Prompts and sampled responses.
 
-    sequences: (N, S) int64, prompt and response in one row, whose last token is trained.
+    sequences: (N, S) int64, prompt, response and what answered its turns in one row, whose last token is trained.
     trained: (N, S) bool, True = a token of the response, which the policy sampled; an EOS is one.
     sampler_log_probs: (N, T) fp32, as the sampler saw them.
     finished: (N,) bool, True = ended with an EOS or a stop string.
     valid: (N,) bool, True = counts; False is padding of an epoch's last rollout.
     row_index: (N,) int64, the prompt's row in the data set.
     order: (N,) int64, the row's index in the rollout, the same for any number of ranks.
+    tool_counts: (N, 5) fp32: turns, calls, failed calls, seconds of calls, and 1 for a row that a call has lost, so
+        that it is left out of the training; None without tools.
     """
 
     sequences: Tensor
@@ -72,6 +74,17 @@ class Responses(Rows):
     valid: Tensor
     row_index: Tensor
     order: Tensor
+    tool_counts: Tensor | None = None
+
+    @property
+    def groups(self) -> Tensor:
+        """(N,) int64, the row of each prompt; -1 for rows that do not count, whose prompt may be another."""
+        return torch.where(self.valid, self.row_index, -1)
+
+    @property
+    def lost(self) -> Tensor:
+        """(N,) bool, True = a call of a tool took too long, or its process died."""
+        return torch.zeros_like(self.valid) if self.tool_counts is None else self.tool_counts[:, 4] > 0
 
     @property
     def prompt_lengths(self) -> Tensor:
@@ -110,8 +123,9 @@ class Responses(Rows):
 
     def lengths(self, *, packs: bool = False) -> Lengths:
         """Return the rows' lengths on the host, for micro-batches. It waits for the device once."""
-        trained = self.response_lengths
-        return Lengths.of(self.sequence_lengths - trained, trained, packs=packs, groups=self.row_index)
+        prompts = self.prompt_lengths
+        behind = self.sequence_lengths - prompts
+        return Lengths.of(prompts, behind, packs=packs, groups=self.groups, trained=self.response_lengths)
 
     def narrowed(self, length: int, width: int) -> "Responses":
         """Return the first `length` positions of the sequences and the first `width` response tokens."""
@@ -243,18 +257,21 @@ def pack_responses(
     valid: Tensor,
     row_index: Tensor,
     order: Tensor,
+    tool_counts: Tensor | None = None,
 ) -> Responses:
     """Pad one rank's rollout to rows of fixed width, so that ranks can exchange them."""
     pairs = list(zip(rollout.prompts, rollout.responses, strict=True))
-    lengths = torch.tensor([[len(part) for part in pair] for pair in pairs], device=rollout.finished.device).unbind(1)
+    sampled = zip(rollout.prompts, rollout.sampled, strict=True)
+    trained = [functional.pad(mask, (len(prompt), 0)) for prompt, mask in sampled]
     return Responses(
         sequences=pad_rows([torch.cat(pair) for pair in pairs], pad_id, length=max_sequence),
-        trained=span_mask(lengths[0], lengths[1], max_sequence),
+        trained=pad_rows(trained, False, length=max_sequence).to(rollout.finished.device),
         sampler_log_probs=pad_rows(rollout.log_probs, 0.0, length=max_response),
         finished=rollout.finished,
         valid=valid,
         row_index=row_index,
         order=order,
+        tool_counts=tool_counts,
     )
 
 
@@ -289,10 +306,14 @@ class Collected:
     micro_batch_size: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores, with two lengths for the mask of trained tokens."""
-        lengths = {"prompt_lengths": self.responses.prompt_lengths, "response_lengths": self.responses.response_lengths}
-        named = self.responses.tensors("responses/") | {f"responses/{name}": one for name, one in lengths.items()}
-        del named["responses/trained"]
+        """Return the tensors that a checkpoint stores; where rows have one turn, lengths for the trained tokens."""
+        named, sampled = self.responses.tensors("responses/"), self.responses
+        if bool((sampled.prompt_lengths + sampled.response_lengths == sampled.sequence_lengths).all()):
+            del named["responses/trained"]
+            named |= {
+                "responses/prompt_lengths": sampled.prompt_lengths,
+                "responses/response_lengths": sampled.response_lengths,
+            }
         return named | self.experience.tensors("experience/")
 
     @classmethod
@@ -306,5 +327,7 @@ class Collected:
         has_values = {f.name for f in fields(ValueTargets)} <= columns.keys()
         columns["targets"] = ValueTargets(columns.pop("values"), columns.pop("returns")) if has_values else None
         rows = parts["responses"]
-        trained = span_mask(rows.pop("prompt_lengths"), rows.pop("response_lengths"), rows["sequences"].shape[1])
-        return cls(Responses(trained=trained, **rows), Experience(**columns), metrics)
+        if "trained" not in rows:
+            lengths = rows.pop("prompt_lengths"), rows.pop("response_lengths")
+            rows["trained"] = span_mask(*lengths, rows["sequences"].shape[1])
+        return cls(Responses(**rows), Experience(**columns), metrics)

@@ -134,9 +134,22 @@ METRICS: dict[str, Metric] = SHARED | {
     "groups/further_prompts": Metric(
         "prompts that were sampled instead of these, with --replace-equal-groups", "number", "completions"
     ),
+    "tools/turns": Metric("mean turns of a response, with tools", "number", "completions", better=0, title="turns"),
+    "tools/calls": Metric(
+        "mean calls of tools in a response", "number", "completions", better=0, title="calls of tools"
+    ),
+    "tools/failed_calls": Metric(
+        "share of calls that were wrong, or whose tool raised an error", "share", "completions", title="failed calls"
+    ),
+    "tools/seconds": Metric("mean seconds of a response's calls", "s", "completions"),
+    "tools/lost": Metric(
+        "share of responses left out because a call took longer than --reward-timeout-s, or its process died",
+        "share",
+        "completions",
+    ),
     "rows_masked": Metric(
-        "responses left out because their reward or values were not finite, or, with --replace-equal-groups, because "
-        "all rewards of their prompt are equal",
+        "responses left out because a call of a tool lost them, or their reward or values were not finite, or, with "
+        "--replace-equal-groups, because all rewards of their prompt are equal",
         "rows",
         "progress",
     ),

@@ -1,5 +1,6 @@
 """Read the prompts of a run, schedule them over rollouts, and sample responses on all ranks."""
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,16 +15,18 @@ from pipeline import dist
 from pipeline.data.batching import SFTBatch, epoch_order, num_steps, packed_sft_batch, rank_slices, total_steps
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
+from pipeline.data.templates import set_template
+from pipeline.data.tool_turns import ToolTurns
 from pipeline.errors import Interrupted
+from pipeline.generation.episodes import Episode, NoAnswers
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
-from pipeline.generation.session import Finished
 from pipeline.preparation.inputs import prepare_stage
-from pipeline.rewards.rollout import FunctionCalls
-from pipeline.rewards.worker_flags import reward_pool
+from pipeline.rewards.rollout import EndedResponse, FunctionCalls
 from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Responses, gather_responses, pack_responses
+from step3_ppo.tools import Talk, ToolUse, check_rewarded
 
 if TYPE_CHECKING:  # this imports deepspeed, which a plan does not need
     from step3_ppo.models.hybrid_engine import HybridEngine
@@ -41,7 +44,14 @@ SAMPLING_SETTINGS = frozenset(
 def make_data(
     run: Run, config: PPOConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[StageData, StepLoader[SFTBatch] | None]:
-    """Read the prompts, and for the ptx loss blocks of plain text, as many per optimizer step as responses."""
+    """Read the prompts, and for the ptx loss blocks of plain text, as many per optimizer step as responses.
+
+    Raises InputError, see `prepare_stage`, and `ToolTurns` for a chat template that takes no tools.
+    """
+    if config.tool_schemas:
+        set_template(tokenizer, config.data.template)
+        ToolTurns(tokenizer, json.loads(config.tool_schemas))
+        check_rewarded(config)
     prompts, *texts = prepare_stage(run, config, tokenizer)
     if not texts:
         return prompts, None
@@ -57,20 +67,6 @@ def make_data(
         seed=config.run.seed,
     )
     return prompts, loader
-
-
-def make_calls(config: PPOConfig, prompts: StageData) -> FunctionCalls:
-    """Return the calls of the reward functions, each of which is loaded once on this rank. A collective.
-
-    Raises InputError, see `FunctionCalls.check`.
-    """
-    functions, settings = config.reward_functions, config.rewards
-    pool = reward_pool(settings, functions) if functions else None
-    takes_tokens = not config.method.compares
-    calls = FunctionCalls(pool, max_failures=settings.max_reward_failures, takes_tokens=takes_tokens)
-    columns = {name for columns in prompts.counts.passed.values() for name in columns}
-    calls.check(columns, [*config.data.data_path, *config.data.eval_data_path])
-    return calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +181,7 @@ class Sampler:
     max_prompt: tokens of the longest prompt.
     should_stop: called between two tokens; True stops the sampling.
     calls: starts the calls of reward functions for responses that have ended; None: there are none.
+    tools: what responses may call; None: nothing.
     """
 
     hybrid: "HybridEngine"
@@ -196,23 +193,27 @@ class Sampler:
     max_prompt: int
     should_stop: Callable[[], bool]
     calls: FunctionCalls | None = None
+    tools: ToolUse | None = None
 
     def sample(self, rows: Sequence[int | None], key: RandomKey) -> Responses:
         """Sample `num_samples` responses to each of the rows (None: padding); all ranks get all. A collective.
 
         Raises:
-            Interrupted: on all ranks, if `should_stop` returned True on any.
+            Interrupted: on all ranks, if `should_stop` returned True on any, or with the error of the user's tools.
         """
         group = self.hybrid.group
         indices = self._prompt_indices(len(rows))
-        stopped = False
+        interruption = None
         with self.hybrid.generation():
             try:
                 mine = self._sample_prompts(rows, indices, key)
-            except GenerationStopped:
-                stopped = True
-        if dist.max_over_ranks(float(stopped), self.world.device):
-            raise Interrupted
+            except Interrupted as stop:
+                interruption = stop
+        if self.tools is not None:
+            dist.meet()  # tools may take longer than the time limit of a collective
+        if dist.max_over_ranks(float(interruption is not None), self.world.device):
+            reports = dist.gather_objects(interruption)
+            raise next((one for one in reports if one is not None and one.error), Interrupted())
         if group.size > 1:
             # All ranks of the group have the same responses; each contributes its part.
             index = torch.arange(len(mine.order), device=mine.order.device)
@@ -240,21 +241,33 @@ class Sampler:
     def _sample_prompts(self, rows: Sequence[int | None], indices: Sequence[int | None], key: RandomKey) -> Responses:
         chosen = [None if index is None else rows[index] for index in indices]
 
-        def ended(response: Finished) -> None:
-            index, sample = divmod(response.request.number, self.num_samples)
-            row = chosen[index]
-            if self.calls is not None and row is not None and index in self._contributed(len(indices)):
-                self.calls.ended(row, sample, response.ids.tolist())
+        talk = None
+        if self.tools is not None:
+            talk = Talk(self.tools, self.rows, chosen, self.num_samples, self.should_stop)
 
-        rollout = self.hybrid.generate(
-            [self._prompt(row or 0) for row in chosen],
-            num_samples=self.num_samples,
-            sampling=self.sampling,
-            key=key,
-            batch_size=self.batch_size * self.hybrid.group.size,
-            should_stop=self.should_stop,
-            ended=ended,
-        )
+        def ended(episode: Episode) -> None:
+            index = episode.number // self.num_samples
+            row = chosen[index]
+            if row is not None and index in self._contributed(len(indices)):
+                response = EndedResponse(episode.turns[0]) if talk is None else talk.response(episode)
+                if self.calls is not None:
+                    self.calls.ended(row, episode.sample, response)
+
+        if talk is not None:
+            talk.note = ended
+
+        try:
+            rollout = self.hybrid.generate(
+                [self._prompt(row or 0) for row in chosen] if talk is None else talk.prompts(),
+                num_samples=self.num_samples,
+                sampling=self.sampling,
+                key=key,
+                batch_size=self.batch_size * self.hybrid.group.size,
+                should_stop=self.should_stop if talk is None else talk.stops,
+                answers=talk or NoAnswers(ended),
+            )
+        except GenerationStopped:
+            raise Interrupted(talk.error if talk is not None else None) from None
         device = rollout.finished.device
         # Padding comes from rounding up to whole batches; it sorts to the end.
         last = len(rows)
@@ -268,6 +281,7 @@ class Sampler:
             valid=torch.tensor([row is not None for row in chosen], device=device).repeat_interleave(self.num_samples),
             row_index=torch.tensor([row or 0 for row in chosen], device=device).repeat_interleave(self.num_samples),
             order=(order.unsqueeze(1) * self.num_samples + samples).flatten(),
+            tool_counts=None if talk is None else talk.counts(device),
         )
 
     def _prompt(self, row: int) -> Prompt:

@@ -31,7 +31,7 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
     valid, mask = rewarded.valid, rewarded.experience.response_mask
     finished = responses.finished.float()
     metrics = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience)
-    metrics |= reward_metrics(responses, rewarded)
+    metrics |= reward_metrics(responses, rewarded) | tool_metrics(responses)
     kls = {"objective/kl": rewarded.kl, "objective/kl_k3": rewarded.kl_k3}
     for name, kl in kls.items():
         if kl is not None and not METHODS[ppo.method].has_teacher:
@@ -51,6 +51,20 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
         "completions/eos_fraction": mean_of(finished, valid),
         "completions/empty_fraction": mean_of((responses.response_lengths == 1) * finished, valid),
         "rows_masked": float((responses.valid & ~valid).sum()),
+    }
+
+
+def tool_metrics(responses: Responses) -> dict[str, float]:
+    """Return mean turns, calls and seconds of a response, and the shares that failed; {} without tools."""
+    if responses.tool_counts is None:
+        return {}
+    turns, calls, failed, seconds, lost = responses.tool_counts[responses.valid].unbind(1)
+    return {
+        "tools/turns": turns.mean().item(),
+        "tools/calls": calls.mean().item(),
+        "tools/failed_calls": (failed.sum() / calls.sum()).item(),
+        "tools/seconds": seconds.mean().item(),
+        "tools/lost": lost.mean().item(),
     }
 
 
@@ -143,7 +157,16 @@ def row_values(responses: Responses, rewarded: Rewarded, *, num_prompts: int) ->
 
 def evaluation_metrics(values: dict[str, float], *, num_rows: int) -> dict[str, float]:
     """Select the metrics that describe a policy on `num_rows` held-out responses; names get the prefix `eval_`."""
-    names = ("objective/", "completions/", "reward/", "reward_failures/", "pass_at_1/", "pass_at_k/", "rows_masked")
+    names = (
+        "objective/",
+        "completions/",
+        "reward/",
+        "reward_failures/",
+        "pass_at_1/",
+        "pass_at_k/",
+        "tools/",
+        "rows_masked",
+    )
     return {f"eval_{name}": value for name, value in values.items() if name.startswith(names)} | {"eval_rows": num_rows}
 
 
@@ -152,17 +175,20 @@ def append_samples(
 ) -> list[dict[str, Any]]:
     """Append the responses of an evaluation on this rank to samples.jsonl, and return the new lines."""
     rows, kl = [], rewarded.kl
-    starts, lengths = responses.prompt_lengths.tolist(), responses.response_lengths.tolist()
+    starts, ends = responses.prompt_lengths.tolist(), responses.sequence_lengths.tolist()
     for n in range(len(responses.sequences)):
         if not responses.valid[n]:
             continue
-        start, length = starts[n], lengths[n]
+        start, end = starts[n], ends[n]
         row = {
             "step": step,
             "prompt": tokenizer.decode(responses.sequences[n, :start], skip_special_tokens=True),
-            "response": tokenizer.decode(responses.sequences[n, start : start + length], skip_special_tokens=True),
+            # With tools the special tokens show where turns begin and end.
+            "response": tokenizer.decode(
+                responses.sequences[n, start:end], skip_special_tokens=responses.tool_counts is None
+            ),
             "score": finite(round(rewarded.scores[n].item(), 4)),
-            "tokens": length,
+            "tokens": int(responses.response_lengths[n]),
             "finished": bool(responses.finished[n]),
         }
         if kl is not None:

@@ -80,7 +80,7 @@ def settings_of(responses: Responses, batch: MicroBatch) -> dict[str, Any]:
     """Return how the rows of a micro-batch pass through any model: with or without padding, and what they share."""
     shared = None
     if batch.shared:
-        groups, lengths = responses.row_index, responses.prompt_lengths
+        groups, lengths = responses.groups, responses.prompt_lengths
         shared = SharedPrompts.of_groups(groups, lengths, num_tokens=sum(batch.shared))
     return {"num_tokens": batch.num_packed_tokens, "right_padded": True, "shared": shared}
 
@@ -194,7 +194,8 @@ def scores_by(reward: BatchReward, rows: ScoredRows) -> Tensor:
 
 def scored_rows(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> ScoredRows:
     """Return the rows of a micro-batch as rewards read them; `rows`: data set of the prompts."""
-    lengths, rows_of_prompts = (responses.prompt_lengths, responses.response_lengths), responses.row_index
+    starts, rows_of_prompts = responses.prompt_lengths, responses.row_index
+    lengths = (starts, responses.sequence_lengths - starts)
     texts = {"row_of": lambda n: rows[int(rows_of_prompts[n])], "tokenizer": models.tokenizer}
     return ScoredRows(responses.sequences, *lengths, responses.finished, settings_of(responses, batch), **texts)
 

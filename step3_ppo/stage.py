@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def starts(flags: Mapping[str, Any]) -> dict[str, Start]:
     """Return where the models of a run with these flags start: a critic from the reward model, else the actor."""
     method = METHODS.get(str(flags.get("method", "ppo")), METHODS["ppo"])
-    others = flags.get("reward_function") or method.has_teacher
+    others = flags.get("reward_function") or flags.get("environment") or method.has_teacher
     is_rewarded_by_model = flags.get("reward_model_name_or_path") or not others
     follows = Start("reward", "reward") if is_rewarded_by_model else ACTOR_START
     if method.has_critic:

@@ -13,7 +13,6 @@ from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.engine.engine import TrainingEngine
 from pipeline.heartbeat import beat
-from pipeline.rewards.rollout import FunctionCalls
 from pipeline.rewards.rows import Reward
 from pipeline.run.run import Run
 from pipeline.training.steps import Counters
@@ -24,6 +23,7 @@ from step3_ppo.models.hybrid_engine import HybridEngine
 from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
 from step3_ppo.rewarding import rewarded_alike, updated_spreads
 from step3_ppo.rollout import Sampler, Schedule, make_sampling, replace_groups
+from step3_ppo.tools import Calls
 from step3_ppo.updater import Updater
 
 
@@ -83,7 +83,7 @@ class PPO:
     fingerprint: what a resumed run must share.
     hybrid: engine that generates.
     updater: takes optimizer steps.
-    calls: calls of the reward functions, whose workers are started when they are called.
+    calls: calls of the reward functions and of tools, whose workers are started when they are called.
     """
 
     run: Run
@@ -95,12 +95,12 @@ class PPO:
     fingerprint: RunFingerprint
     hybrid: HybridEngine
     updater: Updater
-    calls: FunctionCalls
+    calls: Calls
 
     @property
     def rewards(self) -> list[Reward]:
         """All rewards of the run, reward models first."""
-        return [*self.models.rewards, *self.calls.functions]
+        return [*self.models.rewards, *self.calls.rewards.functions]
 
     @property
     def idle_optimizers(self) -> list[TrainingEngine]:
@@ -114,7 +114,7 @@ class PPO:
             beat("generate", state.step)
             return self.run.stop.is_set()
 
-        self.calls.begin(rows, self.models.tokenizer, num_samples=num_samples, step=state.step)
+        self.calls.rewards.begin(rows, self.models.tokenizer, num_samples=num_samples, step=state.step)
         return Sampler(
             hybrid=self.hybrid,
             rows=rows,
@@ -124,7 +124,8 @@ class PPO:
             batch_size=batch_size,
             max_prompt=self.config.data.max_prompt_seq_len,
             should_stop=should_stop,
-            calls=self.calls if self.calls.functions else None,
+            calls=self.calls.rewards if self.calls.rewards.counted_names else None,
+            tools=self.calls.tools,
         )
 
     def sample(self, state: State, *, batch_size: int) -> Responses:
@@ -176,9 +177,13 @@ class PPO:
             Interrupted: see `FunctionCalls.values`.
         """
         rows = zip(responses.row_index.tolist(), responses.valid.tolist(), strict=True)
-        values = self.calls.values([row if counts else None for row, counts in rows], self.run.stop.is_set)
+        values = self.calls.rewards.values([row if counts else None for row, counts in rows], self.run.stop.is_set)
         width, none = responses.sampler_log_probs.shape[1], responses.sampler_log_probs[:, :0]
         judged = RewardScores.of(self.rewards, none if model_scores is None else model_scores, values, width=width)
+        if responses.tool_counts is not None:  # no reward applies to a row that a call has lost
+            lost = responses.lost.unsqueeze(1)
+            scores = judged.values.masked_fill(lost, torch.nan)
+            judged = replace(judged, values=scores, applies=judged.applies & ~lost)
         if (scaling := self.config.rewards.reward_scaling) == "none":
             return judged
         earlier = state.tally_before("spreads") if scaling == "running" else None

@@ -157,8 +157,8 @@ def reward(
     Raises:
         Interrupted: a reward function failed too often; the rollout is dropped.
     """
-    if ppo.calls.functions:
-        state.store_tally("failures", ppo.calls.counted(state.tally_before("failures") or {}))
+    if ppo.calls.rewards.counted_names:
+        state.store_tally("failures", ppo.calls.rewards.counted(state.tally_before("failures") or {}))
     if ppo.models.takes_first:
         scores, state.score_constants = normalise_by_first(ppo.models, responses, scores, judged)
     k, coefficients = ppo.config.sampling.num_samples_per_prompt, ppo.config.ppo.at(state.step)

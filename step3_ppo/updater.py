@@ -84,7 +84,7 @@ class Updater:
         counted = (valid, lengths, lengths.square(), *masks, masks[1].any(1))
         parts, prompts = rows.split([len(batch.rows) for batch in batches]), responses.prompt_lengths
         shared = [
-            SharedPrompts.of_groups(responses.row_index[part], prompts[part], num_tokens=0).lengths * bool(batch.shared)
+            SharedPrompts.of_groups(responses.groups[part], prompts[part], num_tokens=0).lengths * bool(batch.shared)
             for part, batch in zip(parts, batches, strict=True)
         ]
         shared_lengths = torch.where(valid, torch.cat(shared), 0)

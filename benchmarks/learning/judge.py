@@ -15,8 +15,8 @@ import torch
 from benchmarks.learning import rows
 from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message, Turns, prompt_hash
+from pipeline.generation.episodes import generate
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
-from pipeline.generation.session import generate
 from pipeline.inference.answer_scores import load_scorer, score_answers
 from pipeline.inference.answers import load_chat_model, resolve_dtype
 from pipeline.tensor_ops import gather_log_probs, pad_rows

@@ -22,7 +22,7 @@ from pipeline.hub import commits_read, split_revision
 from pipeline.redact import masked
 
 # Flags whose values contain paths of this machine among other words, and the pattern of the folders in them.
-FLAGS_WITH_FILES = ("reward_function", "more_reward_models")
+FLAGS_WITH_FILES = ("reward_function", "more_reward_models", "tools", "environment")
 FOLDERS = re.compile(r"(?<![\w.:/])(?:~|\.{0,2}/)[^\s:\"]*/")
 # Names of files that mean nothing without the name of their folder.
 GENERIC_NAME = re.compile(r"(train|test|valid|validation|eval|dev|data|dataset|rows|prompts|pairs)?[\d_.-]*")
@@ -73,7 +73,9 @@ def shareable_flags(config: StageConfig) -> dict[str, Any]:
         elif table[name].kind.endswith("path"):
             values[name] = shareable(value)
         elif name in FLAGS_WITH_FILES:
-            values[name] = [FOLDERS.sub("", masked(without_judge(text))) for text in value]
+            texts = [value] if isinstance(value, str) else value
+            shared = [FOLDERS.sub("", masked(without_judge(text))) for text in texts]
+            values[name] = shared[0] if isinstance(value, str) else shared
     return values
 
 

@@ -50,6 +50,7 @@ class TokenizationOptions:
     train_turns: which assistant turns are trained on.
     long_pairs: what happens to pairs beyond max_seq_len.
     long_prompts: what happens to prompts beyond max_prompt_seq_len.
+    tool_schemas: JSON schemas of the tools that each prompt offers, as a JSON list; "" without tools.
     """
 
     max_seq_len: int = 512
@@ -58,6 +59,7 @@ class TokenizationOptions:
     train_turns: TrainTurns = "all"
     long_pairs: LongRows = "drop"
     long_prompts: LongRows = "drop"
+    tool_schemas: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +204,22 @@ class RowMaker:
         if not record.messages:
             raise BadRowError("no prompt")
         self._count_special(record, record.messages)
-        ids, limit = encode_prompt(self.tokenizer, record.messages, self.special), self.options.max_prompt_seq_len
+        turns, limit = self._with_tools(record.messages), self.options.max_prompt_seq_len
+        ids = encode_prompt(self.tokenizer, turns, self.special)
         if len(ids) > limit:
             if self.options.long_prompts == "drop":
                 raise TooLongError("prompt longer than max_prompt_seq_len", len(ids))
             self.counts.add("cut", "start of the prompt", record.origin)
             ids = self._without_start(ids, limit)
         return PromptRow(ids, record.prompt_id, turns_to_json(record.messages), record.extra)
+
+    def _with_tools(self, turns: Turns) -> Turns:
+        """Return a prompt with the tools of the run. Raises BadRowError for one with tools of its own."""
+        if not self.options.tool_schemas:
+            return turns
+        if turns[0].role == "tools":
+            raise BadRowError("prompt with tools of its own, beside those of --tools")
+        return (Message("tools", self.options.tool_schemas), *turns)
 
     def document(self, record: Record) -> DocumentRow:
         """Return a plain text. Raises InputError if the tokenizer has no EOS."""

@@ -142,14 +142,16 @@ class Rollout:
     """Sampled responses as ragged rows. Row n is sample n % num_samples of prompt n // num_samples.
 
     prompts: N int64 tensors (P_n,).
-    responses: N int64 tensors (T_n,); a response includes its EOS.
-    log_probs: N fp32 tensors (T_n,): log-probabilities of the sampled tokens at the sampling temperature under the
+    responses: N int64 tensors (T_n,): what the model sampled, EOS included, and what answered it between its turns.
+    sampled: N bool tensors (T_n,) on the host, True: the model sampled the token.
+    log_probs: N fp32 tensors, log-probabilities of the sampled tokens alone, at the sampling temperature under the
         untruncated distribution.
     finished: (N,) bool, True: ended by an EOS or stop text; False: truncated at max_new_tokens.
     """
 
     prompts: list[torch.Tensor]
     responses: list[torch.Tensor]
+    sampled: list[torch.Tensor]
     log_probs: list[torch.Tensor]
     finished: torch.Tensor
 

@@ -115,6 +115,10 @@ class ContinuousBatching(Session):
         self.offsets: dict[int, int] = {}
         self.ended: list[EndedResponses] = []
 
+    def any_rank(self, flag: bool) -> bool:
+        """Return True if `flag` is on any rank in lockstep; see `Session`."""
+        return bool(self.lockstep.largest(flag)[0])
+
     @torch.no_grad()
     def advance(self, *, stop: bool = False) -> list[Tokens | Finished]:
         """Fill free slots, decode one or more steps, and return new events; see `Session`."""

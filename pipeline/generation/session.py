@@ -4,21 +4,21 @@
     session.submit(...)       queues a request: a prompt with its own settings, limit, stop texts and random numbers
     session.advance()         computes the next tokens of all running requests, and returns new events
     session.withdraw(...)     forgets a request and frees its slot
-    generate(...)             submits all prompts and advances until the last has ended: a rollout
 
+`episodes.generate` samples a rollout by a session: all prompts, and turn after turn where tools answer.
 `generator.Generator` has sessions of the fused and static backends, `eager.EagerGenerator` those of the eager one. A
 response does not depend on other requests, except for rounding in another batch shape.
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Literal, Protocol
 
 import torch
 
-from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, Vocabulary
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
 
 Reason = Literal["end", "stop", "limit"]
 TOKENS_PER_CHARACTER = 4  # at most, one for each byte
@@ -143,6 +143,10 @@ class Session(ABC):
         if request in self.waiting:
             self.waiting.remove(request)
 
+    def any_rank(self, flag: bool) -> bool:
+        """Return True if `flag` is on any rank in lockstep, all of which call it; alone, a rank decides by itself."""
+        return flag
+
     @abstractmethod
     def advance(self, *, stop: bool = False) -> list[Tokens | Finished]:
         """Start requests in free slots, compute the next tokens of running ones, and return new events.
@@ -209,65 +213,3 @@ def stopped_length(stop: Sequence[str], ids: Sequence[int], vocabulary: Vocabula
     if INCOMPLETE not in last and not contains_stop(last):
         return None
     return next((n for n in range(seen + 1, len(ids) + 1) if contains_stop(text_of(n))), None)
-
-
-def generate(
-    source: SessionSource,
-    prompts: Sequence[Prompt],
-    *,
-    num_samples: int,
-    num_slots: int,
-    sampling: Sampling,
-    key: RandomKey,
-    should_stop: Callable[[], bool] = lambda: False,
-    ended: Callable[[Finished], None] = lambda response: None,
-) -> Rollout:
-    """Sample `num_samples` responses to each prompt, `num_slots` of them at a time.
-
-    ended: called with each response when it has ended, while others are sampled.
-
-    Raises:
-        GenerationStopped: `should_stop` returned True between two steps, on any rank that generates with this one.
-    """
-    longest = max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
-    capacity = Capacity(min(num_slots, len(prompts) * num_samples), sampling.max_new_tokens, longest)
-    session = source.session(capacity)
-    requests = [session.submit(prompt, sampling, key, sample=n) for prompt in prompts for n in range(num_samples)]
-    return rollout_of(requests, finish(session, should_stop=should_stop, ended=ended), session.device)
-
-
-def finish(
-    session: Session,
-    *,
-    should_stop: Callable[[], bool] = lambda: False,
-    ended: Callable[[Finished], None] = lambda response: None,
-) -> list[Finished]:
-    """Advance until the last request has ended; return the responses in the order of submission.
-
-    Args:
-        ended: called with each response when it has ended.
-
-    Raises:
-        GenerationStopped: `should_stop` returned True between two steps, on any rank that generates with this one.
-    """
-    responses: dict[int, Finished] = {}
-    while True:
-        for event in session.advance(stop=should_stop()):
-            if isinstance(event, Finished):
-                responses[event.request.number] = event
-                ended(event)
-        if session.is_idle:
-            return [responses[number] for number in sorted(responses)]
-
-
-def rollout_of(requests: Sequence[Request], responses: Sequence[Finished], device: torch.device) -> Rollout:
-    """Return finished responses, in the order of their requests, as a rollout."""
-    rows = {id(request.prompt): torch.as_tensor(request.prompt.ids, dtype=torch.int64) for request in requests}
-    on_device = torch.cat(list(rows.values())).to(device).split([len(row) for row in rows.values()])
-    prompts = dict(zip(rows, on_device, strict=True))
-    return Rollout(
-        prompts=[prompts[id(request.prompt)] for request in requests],
-        responses=[response.ids for response in responses],
-        log_probs=[response.log_probs for response in responses],
-        finished=torch.tensor([response.reason != "limit" for response in responses], device=device),
-    )

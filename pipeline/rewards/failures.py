@@ -53,6 +53,7 @@ class FailureWindow:
         """Raise where the function `name` has failed too often in these rollouts, or in all of the last one.
 
         Args:
+            name: of a reward function, or a flag with what it names.
             first: the first failure of the last rollout, if any.
 
         Raises:
@@ -65,9 +66,8 @@ class FailureWindow:
             return
         words = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
         error = EnvironmentFault if first.kind == "no connection" else InputError
-        raise error(
-            f"{FLAG}: {name} gave no value for {failed} of the last {total} responses ({words}): {first.message}"
-        )
+        title = name if name.startswith("--") else f"{FLAG}: {name}"
+        raise error(f"{title} gave no value for {failed} of the last {total} responses ({words}): {first.message}")
 
 
 def failure_notes(name: str, values: Sequence[Value]) -> list[str]:

@@ -52,6 +52,7 @@ class Responses:
     ids: tokens of each response.
     columns: the row's other columns, as JSON has them.
     step: step of the training.
+    conversations: turns of each response, where it could call tools, with what these answered; None without tools.
     """
 
     row: str
@@ -61,16 +62,21 @@ class Responses:
     ids: Sequence[list[int]]
     columns: Mapping[str, Any] = field(default_factory=dict)
     step: int = 0
+    conversations: Sequence[list[dict[str, Any]]] | None = None
 
     def alone(self, number: int) -> "Responses":
-        return replace(self, texts=[self.texts[number]], ids=[self.ids[number]])
+        """Return response `number` by itself."""
+        conversations = self.conversations and [self.conversations[number]]
+        return replace(self, texts=[self.texts[number]], ids=[self.ids[number]], conversations=conversations)
 
     def call(self, function: RewardFunction, signature: Signature, columns: Collection[str]) -> Call:
         """Return the call of a function that gets what it takes of these columns; one that the row lacks is None."""
         _, turns = split_tools(self.messages)
         prompt = turns if self.is_conversation else "\n\n".join(turn["content"] for turn in turns)
         completions: list[Any] = [*self.texts]
-        if self.is_conversation:
+        if self.conversations:
+            completions = [*self.conversations]
+        elif self.is_conversation:
             completions = [[{"role": "assistant", "content": text}] for text in self.texts]
         each = {"completions": completions, "completion_ids": [*self.ids]}
         repeated = {name: self.columns.get(name) for name in columns if name not in each} | {"prompts": prompt}
@@ -205,7 +211,7 @@ class RewardPool:
         """Return a worker's answer to a call, or where there is none, to the request to load the function."""
         request = {"call": vars(call), "prints_trace": self._prints_traces} if call else None
         async with self._workers.one() as worker:
-            return await self._workers.ask(worker, function, request)
+            return await self._workers.ask(worker, function, FLAG, request)
 
     async def _ask_rank(self, function: RewardFunction, call: Call) -> dict[str, Any]:
         """Return the answer to a call in this process."""

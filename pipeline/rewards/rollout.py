@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,6 +12,7 @@ from pipeline import dist
 from pipeline.data.sources import is_conversational, parse_path
 from pipeline.data.turns import Message
 from pipeline.errors import Interrupted, RunError
+from pipeline.heartbeat import result_of
 from pipeline.rewards.failures import (
     RESPONSES,
     Counts,
@@ -23,10 +25,27 @@ from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
 
 ByName = dict[str, list[Value]]  # name of a function -> its value of each response to a prompt
+TOOLS = "--tools: calls"  # name of what calls of tools have lost, beside the functions
+
+
+@dataclass(frozen=True, slots=True)
+class EndedResponse:
+    """A response that has ended.
+
+    ids: its tokens, without what tools answered.
+    messages: its turns, and what tools answered, where it could call tools; else None.
+    reward: the value that its environment gives it; None: it has no environment.
+    failure: why a call of a tool lost it, if one did.
+    """
+
+    ids: list[int]
+    messages: list[dict[str, Any]] | None = None
+    reward: Future[float | Failure | None] | None = None
+    failure: Failure | None = None
 
 
 class FunctionCalls:
-    """The reward functions of a run and their calls for one rollout: a context, at whose end the processes are stopped.
+    """The reward functions of a run and their calls for one rollout.
 
     functions: the functions, in order.
     takes_tokens: False = a function that gives each token a value is refused.
@@ -35,23 +54,33 @@ class FunctionCalls:
     by_row: row of a prompt -> the values of the responses to it, of all ranks, as far as they are gathered.
     """
 
-    def __init__(self, pool: RewardPool | None, *, max_failures: float, takes_tokens: bool) -> None:
+    def __init__(
+        self,
+        pool: RewardPool | None,
+        *,
+        max_failures: float,
+        takes_tokens: bool,
+        environment: RewardFunction | None = None,
+        has_tools: bool = False,
+    ) -> None:
         """Start no process yet.
 
         Args:
             pool: the functions with the processes of this rank; None without functions.
             max_failures: that of `--max-reward-failures`.
+            environment: a further function whose values come with the responses, `EndedResponse.reward`.
+            has_tools: responses that calls of tools have lost count as failures, too.
         """
-        self.functions: Sequence[RewardFunction] = pool.functions if pool else []
+        self.functions: Sequence[RewardFunction] = [*(pool.functions if pool else []), *filter(None, [environment])]
+        self._environment = environment
+        self.counted_names = [*(one.name for one in self.functions), *[TOOLS] * has_tools]
         self.takes_tokens, self.window = takes_tokens, FailureWindow(max_share=max_failures)
         self.failed_before = dict[str, list[Counts]]()
         self.by_row = dict[int, ByName]()
         self._pool, self._is_conversation = pool, False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End what still runs, and the processes that are the pool's own."""
         if self._pool:
             self._pool.close()
 
@@ -78,29 +107,30 @@ class FunctionCalls:
             step: step of the training.
         """
         self._rows, self._tokenizer, self._num_samples, self._step = rows, tokenizer, num_samples, step
-        self._ids = dict[int, dict[int, list[int]]]()
+        self._responses = dict[int, dict[int, EndedResponse]]()
         self._pending = dict[int, Future[dict[str, list[Value]]]]()
         self.by_row = {}
 
-    def ended(self, row: int, sample: int, ids: list[int]) -> None:
-        """Add the tokens of response number `sample` to the prompt of a row; the prompt's last one starts its calls."""
-        responses = self._ids.setdefault(row, {})
-        responses[sample] = ids
+    def ended(self, row: int, sample: int, response: EndedResponse) -> None:
+        """Add response number `sample` to the prompt of a row; the prompt's last one starts its calls."""
+        responses = self._responses.setdefault(row, {})
+        responses[sample] = response
         if self._pool and len(responses) == self._num_samples:
-            ids_of_all = [responses[n] for n in sorted(responses)]
-            self._pending[row] = self._pool.submit(self._responses(row, ids_of_all))
+            self._pending[row] = self._pool.submit(self._seen(row, [responses[n] for n in sorted(responses)]))
 
-    def _responses(self, row: int, ids: Sequence[list[int]]) -> Responses:
+    def _seen(self, row: int, responses: Sequence[EndedResponse]) -> Responses:
         """Return what functions see of the responses to a prompt."""
+        ids, messages = [one.ids for one in responses], [one.messages for one in responses if one.messages is not None]
         texts = self._tokenizer.batch_decode(list(ids), skip_special_tokens=True)
         return Responses(
             row=f"{row + 1} of those of the run",
             messages=[Message(**turn) for turn in json.loads(self._rows[row]["messages"])],
-            is_conversation=self._is_conversation,
+            is_conversation=self._is_conversation or bool(messages),
             texts=[text.strip() for text in texts],
             ids=ids,
             columns=json.loads(self._rows[row].get("extra", "{}")),
             step=self._step,
+            conversations=messages or None,
         )
 
     def values(self, rows: Sequence[int | None], should_stop: Callable[[], bool]) -> list[list[Value]]:
@@ -113,7 +143,7 @@ class FunctionCalls:
         Raises:
             Interrupted: on all ranks, with the first rank's error; without one if any rank is to stop.
         """
-        if not self.functions:
+        if not self.counted_names:
             return [[] for _ in rows]
         given, interruption = dict[int, ByName](), None
         try:
@@ -149,9 +179,15 @@ class FunctionCalls:
                 raise Interrupted
             self._check_first()
 
-        assert self._pool
-        pending = list(self._pending.values())
-        by_row = dict(zip(self._pending, self._pool.gather(pending, look), strict=True))
+        by_row = dict[int, ByName]()
+        if self._pool:
+            by_row = dict(zip(self._pending, self._pool.gather(list(self._pending.values()), look), strict=True))
+        for row, responses in self._responses.items() if TOOLS in self.counted_names else ():
+            ended = [responses[n] for n in sorted(responses)]
+            added: ByName = {TOOLS: [one.failure for one in ended]}
+            if self._environment:
+                added[self._environment.name] = [result_of(one.reward, look) for one in ended if one.reward is not None]
+            by_row[row] = self.by_row.get(row, {}) | by_row.get(row, {}) | added
         for by_name in by_row.values() if not self.takes_tokens else ():
             for name, values in by_name.items():
                 check_one_for_each(name, values)
@@ -164,7 +200,8 @@ class FunctionCalls:
     def _given(self) -> dict[str, list[Value]]:
         """Return what each function gave for the responses whose calls are done."""
         done = [one.result() for one in self._pending.values() if one.done() and not one.exception()]
-        return {one.name: [value for by_name in done for value in by_name[one.name]] for one in self.functions}
+        names = [one.name for one in self.functions if one is not self._environment]
+        return {name: [value for by_name in done for value in by_name[name]] for name in names}
 
     def _check_first(self) -> None:
         """Raise where a function has failed for all responses that are done, and the others would change nothing.
@@ -187,12 +224,13 @@ class FunctionCalls:
             Interrupted: with an error, where a function failed too often.
         """
         after = dict[str, Any]()
-        for name in [one.name for one in self.functions]:
+        for name in self.counted_names:
             values = [value for by_name in self.by_row.values() for value in by_name[name]]
             after[name] = self.window.after(before.get(name, []), counts_of(values))
             first = next((value for value in values if isinstance(value, Failure)), None)
             try:
-                self.window.check(name, after[name], first)
+                is_environment = self._environment is not None and name == self._environment.name
+                self.window.check(f"--environment: {name}" if is_environment else name, after[name], first)
             except RunError as error:
                 raise Interrupted(error) from None
         self.failed_before.clear()  # of rollouts the window decides, by the responses of all ranks

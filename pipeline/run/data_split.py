@@ -49,7 +49,8 @@ def data_of(stage: Stage, config: StageConfig, *, seq2seq: bool = False) -> list
     """
     flags, length = config.data, getattr(config, "max_sequence_length", None)
     turns = {"train_turns": "last"} if seq2seq and hasattr(flags, "train_turns") else {}
-    data = [options_of(flags, title=stage.section, **config.row_options, **turns)]
+    tools = {"tool_schemas": schemas} if (schemas := getattr(config, "tool_schemas", "")) else {}
+    data = [options_of(flags, title=stage.section, **config.row_options, **turns, **tools)]
     if text := getattr(flags, "unsupervised_data_path", None):
         given = {"mixture": flags.mixture, "data_output_path": flags.data_output_path}
         source = DataConfig(data_path=text, eval_fraction=0.0, **given)

@@ -38,10 +38,11 @@ class Lengths:
     """The numbers of tokens of N rows, on the host.
 
     prompts: those of the rows' prompts.
-    responses: those of their responses.
+    responses: those behind the prompts.
     unit: multiple to which the length of a forward pass over padded rows is rounded up.
     packs: whether the models accept packed rows, without padding.
     groups: a number for each row; rows of one number have the same prompt. Empty: all prompts differ.
+    answered: of each row, tokens behind its prompt that are not the model's: answers of tools. Empty: there are none.
     """
 
     prompts: list[int]
@@ -49,6 +50,7 @@ class Lengths:
     unit: int = 1
     packs: bool = False
     groups: list[int] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -58,11 +60,19 @@ class Lengths:
         *,
         packs: bool = False,
         groups: torch.Tensor | None = None,
+        trained: torch.Tensor | None = None,
     ) -> Self:
-        """Read (N,) int64 lengths and groups from the device, with one synchronisation."""
-        columns = [prompt_lengths, response_lengths, *([] if groups is None else [groups])]
-        prompts, answers, *numbers = torch.stack(columns).tolist()
-        return cls(prompts, answers, length_unit(prompt_lengths.device), packs, *numbers)
+        """Read (N,) int64 lengths and groups from the device, with one synchronisation.
+
+        trained: (N,) int64, tokens of each row that the model sampled; None: all of its response.
+        """
+        columns = {"prompts": prompt_lengths, "responses": response_lengths}
+        columns |= {} if groups is None else {"groups": groups}
+        columns |= {} if trained is None else {"answered": response_lengths - trained}
+        read = dict(zip(columns, torch.stack(list(columns.values())).tolist(), strict=True))
+        if not any(read.get("answered", ())):
+            read.pop("answered", None)
+        return cls(**read, unit=length_unit(prompt_lengths.device), packs=packs)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -91,8 +101,8 @@ class MicroBatch:
 
     rows: indices of rows in the rollout.
     length: tokens of the longest sequence, rounded up.
-    width: tokens of the longest response.
-    num_response_tokens: response tokens of all rows, including those that only fill a rollout up.
+    width: sampled tokens of the response with the most.
+    num_response_tokens: sampled tokens of all rows, including those that only fill a rollout up.
     num_packed_tokens: tokens of all sequences, if they pass packed; None: they pass as (rows, length).
     shared: lengths of prompts that do not pass, since a row before with the same prompt computes them.
     """
@@ -108,12 +118,12 @@ class MicroBatch:
     def of(cls, rows: Iterable[int], lengths: Lengths) -> Self:
         """Return the micro-batch of these rows; its shape follows from their lengths."""
         rows = tuple(rows)
-        responses = [lengths.responses[row] for row in rows]
+        sampled = [lengths.responses[row] - (lengths.answered[row] if lengths.answered else 0) for row in rows]
         whole = [lengths.prompts[row] + lengths.responses[row] for row in rows]
         length = round_up(max(whole), lengths.unit)
         shared = lengths.shared(rows)
         packs = lengths.packs and sum(whole) - sum(shared) < len(rows) * length * (1 - PADDING_TO_PACK)
-        return cls(rows, length, max(responses), sum(responses), sum(whole) if packs else None, shared)
+        return cls(rows, length, max(sampled), sum(sampled), sum(whole) if packs else None, shared)
 
     @property
     def num_tokens(self) -> int:

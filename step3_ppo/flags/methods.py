@@ -95,8 +95,9 @@ def with_defaults(layers: Layers) -> Layers:
     name = named_method(layers)
     method = METHODS.get(name, METHODS["ppo"])
     below: Layers = [(Origin(Kind.METHOD, name), dict(method.settings))]
-    if (given.get("reward_function") or method.has_teacher) and not given.get("reward_model_name_or_path"):
-        why = "where functions alone reward" if given.get("reward_function") else "without rewards"
+    functions = given.get("reward_function") or given.get("environment")
+    if (functions or method.has_teacher) and not given.get("reward_model_name_or_path"):
+        why = "where functions alone reward" if functions else "without rewards"
         below.append((Origin(Kind.METHOD, f"{name}, {why}"), dict(OF_FUNCTIONS)))
     if not method.has_critic:
         layers = [

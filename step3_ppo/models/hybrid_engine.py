@@ -16,9 +16,10 @@ from pipeline.cache_memory import keeps_cache, memory_of
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.generation.backends import OF_MODULES
+from pipeline.generation.episodes import generate
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import Prompt, Rollout, Vocabulary
-from pipeline.generation.session import Capacity, Session, generate
+from pipeline.generation.session import Capacity, Session
 from pipeline.generation.sources import WeightSource
 from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.weight_files import warn_once
@@ -121,7 +122,7 @@ class HybridEngine:
         return (self._generator or self.source.of_modules(self.vocabulary)).session(capacity)
 
     def generate(self, prompts: Sequence[Prompt], *, num_samples: int, batch_size: int = 0, **request: Any) -> Rollout:
-        """Sample responses by `session.generate`, `batch_size` prompts at once (0: all); call it in `generation()`."""
+        """Sample responses by `episodes.generate`, `batch_size` prompts at once (0: all); call it in `generation()`."""
         num_slots = (batch_size or len(prompts)) * num_samples
         rollout = generate(self, prompts, num_samples=num_samples, num_slots=num_slots, **request)
         if self.group.size > 1:

@@ -351,6 +351,8 @@ TESTS: dict[str, str] = {
     "rlhf/test_chat.py::test_seeds_repeat_a_sampled_reply_and_greedy_ignores_them": "chat.seed",
     "step3_ppo/test_rewarded_by_functions.py::test_calls_have_a_limit_of_time_and_processes_of_their_own":
         "ppo.reward_timeout_s ppo.reward_workers",
+    "step3_ppo/test_tool_runs.py::test_tokens_of_tools_are_not_trained_on": "ppo.tools ppo.max_turns",
+    "step3_ppo/test_tool_runs.py::test_an_environment_begins_and_rewards_each_response": "ppo.environment",
     "step3_ppo/test_rewarded_by_functions.py::test_some_failures_are_masked_and_counted": "ppo.max_reward_failures",
     "step3_ppo/test_rewarded_by_functions.py::test_several_samples_of_held_out_prompts": "ppo.eval_samples_per_prompt",
     "step3_ppo/test_models.py::test_a_flag_of_the_reward_model_is_of_no_other_model[zero_stage]":

@@ -22,9 +22,9 @@ from support.decode_models import (
 )
 from support.families import FAMILIES
 
+from pipeline.generation.episodes import generate
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.rollouts import Rollout, Sampling
-from pipeline.generation.session import generate
 
 GREEDY = Sampling(64, top_k=1)
 PROMPTS = random_prompts((5, 2, 9))

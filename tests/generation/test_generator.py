@@ -23,10 +23,11 @@ from support.decode_models import (
 from support.marks import slow
 
 from pipeline.generation import device_work, scheduler
+from pipeline.generation.episodes import generate
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling, Vocabulary
-from pipeline.generation.session import Capacity, generate
+from pipeline.generation.session import Capacity
 from pipeline.generation.slots import CACHE_LENGTH_MULTIPLE, GenerationBuffers
 
 # Many tokens end a response, so that rows end at different times.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.decode_models import DEVICE, PAD, fused, llama, opt, poll_often, random_ids
+from support.two_threads import TwoThreads
 
 from pipeline.generation import generator, scheduler
 from pipeline.generation.device_work import Lockstep
@@ -15,7 +16,7 @@ from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
 from pipeline.generation.scheduler import ContinuousBatching
-from pipeline.generation.session import Capacity, Finished, Session, finish
+from pipeline.generation.session import Capacity, Finished, Session
 from pipeline.generation.slots import GenerationBuffers
 
 
@@ -24,26 +25,14 @@ def decode(ids: Sequence[int]) -> str:
     return "".join(f"<{token}>" for token in ids)
 
 
-class TwoThreads(Lockstep):
-    """The lockstep of two threads, each a rank; triton's interpreter runs in one of them at a time."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, tuple[int, ...]] = {}
-        self.barrier, self.turn = threading.Barrier(2, timeout=20), threading.Lock()
-
-    def meet(self) -> None:
-        self.turn.release()
-        try:
-            self.barrier.wait()
-        finally:
-            self.turn.acquire()
-
-    def largest(self, *values: int) -> Sequence[int]:
-        self.values[threading.get_ident()] = values
-        self.meet()
-        found = [max(pair) for pair in zip(*self.values.values(), strict=True)]
-        self.meet()
-        return found
+def finish(session: Session) -> list[Finished]:
+    """Advance until the last request has ended; the responses in the order of submission."""
+    responses = dict[int, Finished]()
+    while True:
+        ended = [event for event in session.advance() if isinstance(event, Finished)]
+        responses |= {one.request.number: one for one in ended}
+        if session.is_idle:
+            return [responses[number] for number in sorted(responses)]
 
 
 @pytest.mark.parametrize("streams", [True, False])

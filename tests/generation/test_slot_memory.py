@@ -24,10 +24,10 @@ from support.messages import naming
 from pipeline.errors import InputError
 from pipeline.generation import device_work, generator
 from pipeline.generation.backends import cached_tokens_that_fit, check_copies_fit, no_slot_fits
+from pipeline.generation.episodes import NoAnswers, generate
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import FIRST_NEW_TOKENS, Generator
 from pipeline.generation.rollouts import RandomKey, Sampling
-from pipeline.generation.session import generate
 from pipeline.generation.slots import GenerationBuffers
 from pipeline.kernels.split_kv import MAX_SPLITS, MIN_KEYS_PER_SPLIT
 
@@ -161,7 +161,7 @@ def test_responses_that_lost_their_slots_start_again_before_those_that_wait(monk
     request: dict[str, Any] = {"num_samples": 1, "num_slots": 3, "sampling": Sampling(3), "key": RandomKey(3, "r")}
     with caplog.at_level(logging.INFO, logger="pipeline.generation.scheduler"):
         prompts = random_prompts((3, 5, 1, 2, 2))
-        generate(gen, prompts, **request, ended=lambda response: ended.append(response.request.number))
+        generate(gen, prompts, **request, answers=NoAnswers(lambda episode: ended.append(episode.number)))
     assert naming("2 slots, not 3 ... 1 responses start again") in caplog.text.splitlines()
     assert [sorted(ended[:2]), sorted(ended[2:4]), ended[4:]] == [[0, 1], [2, 3], [4]]
 

@@ -9,9 +9,10 @@ from support.marks import slow_but
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.generation.eager import EagerGenerator
+from pipeline.generation.episodes import generate
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import RandomKey, Sampling, Vocabulary
-from pipeline.generation.session import generate, stopped_length
+from pipeline.generation.session import stopped_length
 
 TEXT = (
     "Boil water.\n\nHuman: \u5be7\u4e36\u9f98 \U0001f9d1\u200d\U0001f4bb caf\u00e9 , isn 't it ?"

@@ -30,6 +30,7 @@ from support.tiny_run import make_folder
 from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.generation.backends import whole_weights_fit
+from pipeline.generation.episodes import generate
 from pipeline.generation.forwards import fused_weights
 from pipeline.generation.forwards.fused import FusedForward
 from pipeline.generation.forwards.fused_weights import ALIGNMENT, group_layers
@@ -43,7 +44,6 @@ from pipeline.generation.forwards.streaming import (
 from pipeline.generation.options import GenerationOptions, why_not_streamed
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
 from pipeline.generation.scheduler import Lockstep
-from pipeline.generation.session import generate
 from pipeline.generation.slots import GenerationBuffers
 from pipeline.generation.sources import WeightSource
 from pipeline.models.decoders.families import read_architecture

@@ -27,6 +27,7 @@ from support.decode_models import (
 )
 from transformers import GenerationConfig
 
+from pipeline.generation.episodes import generate
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import FIRST_NEW_TOKENS, Generator
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE
@@ -39,7 +40,7 @@ from pipeline.generation.rollouts import (
     Vocabulary,
     rollout_uniforms,
 )
-from pipeline.generation.session import Capacity, Request, generate
+from pipeline.generation.session import Capacity, Request
 from pipeline.generation.slots import GenerationBuffers, slot_settings
 from pipeline.inference.answer_settings import AnswerSettings, ReplySettings
 from pipeline.inference.answers import as_chat_model, generate_answers

@@ -143,6 +143,7 @@ def test_equal_outcomes_do_not_diverge():
     assert theta.item() == pytest.approx(9.28449, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_interval_at_equal_length_covers_the_truth():
     """120 samples: the standard error of the share is 0.02."""
     samples = [simulated(0.5, 2.0, 60, mean_length=0.3, seed=seed) for seed in range(120)]

@@ -22,8 +22,8 @@ from support.families import WINDOW
 from support.messages import naming
 
 from pipeline.data.batching import block_diagonal_mask
+from pipeline.generation.episodes import generate
 from pipeline.generation.rollouts import Rollout, Sampling
-from pipeline.generation.session import generate
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.tensor_ops import gather_log_probs, lengths_to_mask, pad_rows

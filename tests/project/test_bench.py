@@ -30,8 +30,8 @@ from benchmarks.speed.work import (
     step_bounds,
 )
 from pipeline.generation.eager import EagerGenerator
+from pipeline.generation.episodes import generate
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
-from pipeline.generation.session import generate
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS = 2

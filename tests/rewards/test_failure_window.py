@@ -12,7 +12,7 @@ from pipeline.errors import EnvironmentFault, InputError
 from pipeline.rewards.failures import FailureWindow, counts_of
 from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure, Responses
-from pipeline.rewards.rollout import FunctionCalls
+from pipeline.rewards.rollout import EndedResponse, FunctionCalls
 
 RAISED = Failure("raised", "ValueError: no (f.py:3)")
 WINDOW = FailureWindow()
@@ -145,7 +145,7 @@ def test_batches_of_an_evaluation_that_fail_one_after_the_other_end_the_run(batc
         calls.begin([{"messages": "[]"}] * len(values), TOKENIZER, num_samples=1, step=number)
         pool.played = iter(values)
         for row in range(len(values)):
-            calls.ended(row, 0, [row])
+            calls.ended(row, 0, EndedResponse([row]))
         try:
             calls.wait(lambda: False)
         except InputError as error:
@@ -161,6 +161,6 @@ def test_rollouts_that_fail_wholly_on_one_rank_alone_end_no_run():
     for step in range(5):
         calls.begin([{"messages": "[]"}] * 8, TOKENIZER, num_samples=1, step=step)
         for row in range(8):
-            calls.ended(row, 0, [1])
+            calls.ended(row, 0, EndedResponse([1]))
         calls.by_row = calls.wait(lambda: False) | {row: {"f": [0.0]} for row in range(8, 8 * 64)}
         before = calls.counted(before)

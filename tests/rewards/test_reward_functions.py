@@ -13,7 +13,7 @@ from support.reward_functions import scores, to
 from pipeline.errors import InputError
 from pipeline.rewards.functions import RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import RewardPool
-from pipeline.rewards.rollout import FunctionCalls
+from pipeline.rewards.rollout import EndedResponse, FunctionCalls
 
 CODE = "def length(completions):\n    return [len(text) for text in completions]\n"
 # What a box has, for this process and, as a module that Python imports at its start, for workers.
@@ -146,7 +146,7 @@ def test_functions_get_the_responses_to_a_prompt_by_their_numbers_in_whatever_or
     pool = SimpleNamespace(functions=[RewardFunction("f", "f")], submit=given.append)
     calls = calls_by(pool, takes_tokens=True)
     for row, sample in ((7, 2), (4, 0), (7, 0), (4, 2), (7, 1), (4, 1)):
-        calls.ended(row, sample, [row, sample])
+        calls.ended(row, sample, EndedResponse([row, sample]))
     assert [one.row.split()[0] for one in given] == ["8", "5"]
     assert [one.ids for one in given] == [[[7, 0], [7, 1], [7, 2]], [[4, 0], [4, 1], [4, 2]]]
     assert [one.texts for one in given] == [[str(ids) for ids in one.ids] for one in given]
@@ -160,6 +160,6 @@ def test_values_of_tokens_are_refused_in_any_response(values):
     )
     calls = calls_by(pool, takes_tokens=False)
     for sample in range(3):
-        calls.ended(7, sample, [sample])
+        calls.ended(7, sample, EndedResponse([sample]))
     with pytest.raises(InputError, match=naming("a value for each token")):
         calls.wait(lambda: False)

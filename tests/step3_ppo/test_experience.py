@@ -33,6 +33,7 @@ def rollout_of(sizes: list[tuple[int, int]]) -> Rollout:
     return Rollout(
         prompts=prompts,
         responses=responses,
+        sampled=[torch.ones(length, dtype=torch.bool) for _, length in sizes],
         log_probs=[-(n + torch.arange(length) / 10) for n, (_, length) in enumerate(sizes)],
         finished=torch.tensor([n % 2 == 0 for n in range(len(sizes))]),
     )

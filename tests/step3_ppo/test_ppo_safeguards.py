@@ -10,8 +10,8 @@ from pipeline.data.loader import Step
 from pipeline.data.templates import HUMAN_ASSISTANT_TEMPLATE
 from pipeline.errors import InputError
 from pipeline.generation.eager import EagerGenerator
+from pipeline.generation.episodes import generate
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
-from pipeline.generation.session import generate
 from pipeline.models.loading import load_causal_lm, use_gradient_checkpointing
 from pipeline.models.source import ModelSource
 from pipeline.models.tokenizers import load_tokenizer

@@ -20,8 +20,8 @@ from pipeline.dist import RankGroup, World
 from pipeline.engine.engine import FrozenEngine
 from pipeline.errors import Interrupted
 from pipeline.generation.eager import EagerGenerator
+from pipeline.generation.episodes import generate
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling, Vocabulary
-from pipeline.generation.session import generate
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora

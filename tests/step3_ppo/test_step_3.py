@@ -37,6 +37,11 @@ ONLY_ELSEWHERE = {
     "objective/teacher_kl",  # of --method distill
     "groups/equal",  # several responses to a prompt: test_equal_groups.py
     "groups/further_prompts",
+    "tools/turns",  # with --tools: test_tool_runs.py
+    "tools/calls",
+    "tools/failed_calls",
+    "tools/seconds",
+    "tools/lost",
     "objective/sampled_scores",
     "policy/weights_cut",
     "loss/entropy_bonus",  # with --entropy-coef

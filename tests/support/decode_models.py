@@ -26,12 +26,12 @@ from transformers import (
 from pipeline.generation import scheduler
 from pipeline.generation.backends import CachedForward
 from pipeline.generation.eager import EagerGenerator
+from pipeline.generation.episodes import generate
 from pipeline.generation.forwards.fused import FusedForward
 from pipeline.generation.forwards.fused_weights import DecodeWeights
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, Vocabulary
-from pipeline.generation.session import generate
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import add_lora, quantise_to_int8
 

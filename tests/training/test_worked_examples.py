@@ -114,7 +114,7 @@ SAMPLE = """
 import torch
 from support.decode_models import DEVICE, KEY, PAD, family, fused, generator_of, random_prompts
 from pipeline.generation.rollouts import Sampling
-from pipeline.generation.session import generate
+from pipeline.generation.episodes import generate
 from pipeline.model_types import MODEL_TYPES
 from pipeline.planning.measurement import shapes
 from rlhf.known_models import known_model

@@ -1,0 +1,89 @@
+"""The flags of tools that a policy calls while it answers."""
+
+import json
+from functools import cache
+from typing import Any
+
+from pipeline.configuration.flag_table import flag
+from pipeline.configuration.groups import Group
+from pipeline.rewards.functions import RewardFunction, function_of_file
+from pipeline.rewards.worker_flags import WorkerFlags, worker_limits
+
+FLAG = "--tools"
+METHODS_WITH_TOOLS = ("ppo", "grpo", "rloo")
+
+
+class ToolConfig(Group):
+    """Tools"""
+
+    tools: list[str] = flag(
+        [],
+        "Functions that the policy may call while it answers, FILE.py:NAME, with type hints and a docstring; what "
+        "they return is not trained on. A call's limits are those of reward functions (--reward-timeout-s)",
+    )
+    environment: str = flag(
+        "",
+        "A class, FILE.py:CLASS, of which each response has an instance. The policy may call its public methods; "
+        "reset() begins a response, get_reward() rewards it",
+        other_tools="environment_factory",
+    )
+    max_turns: int = flag(
+        8,
+        "Most turns of a response; the calls of the last one are not made. --max-answer-seq-len limits all "
+        "turns and what tools return together",
+        ge=1,
+        needs="--tools or --environment",
+        other_tools="max_tool_calling_iterations",
+    )
+
+    @property
+    def functions(self) -> list[RewardFunction]:
+        """The tools. Raises InputError: an entry names no function of a file."""
+        return [function_of_file(entry, FLAG) for entry in self.tools]
+
+    @property
+    def environment_class(self) -> RewardFunction | None:
+        """The environment; None without one. Raises InputError: no class of a file."""
+        return function_of_file(self.environment, "--environment") if self.environment else None
+
+    @property
+    def by_title(self) -> dict[str, RewardFunction]:
+        """All code of the user's among them, as messages name it."""
+        environment = self.environment_class
+        named = {f"tool {one.name}": one for one in self.functions}
+        return named | ({} if environment is None else {f"environment {environment.name}": environment})
+
+
+def reason_against_tools(config: Any) -> str:
+    """Return why a PPOConfig cannot have tools, beginning with the flag, or an empty text."""
+    if config.ppo.method not in METHODS_WITH_TOOLS:
+        return f"method: got {config.ppo.method}, which takes no --tools; {', '.join(METHODS_WITH_TOOLS)} do"
+    if config.sampling.inference_tp_size > 1:
+        return "inference_tp_size: with --tools each rank samples by itself, expected 1"
+    if config.data.long_prompts == "truncate_left":
+        return "long_prompts: truncate_left would cut the --tools, which stand first; expected drop"
+    if config.tools.environment.rpartition(":")[2] in [one.name for one in config.reward_functions]:
+        return "environment: a reward function has the same name; rename one"
+    return ""
+
+
+def descriptions(config: ToolConfig, limits: WorkerFlags) -> list[dict[str, Any]]:
+    """Return the `Tools.descriptions` of the tools, which a process of their own makes once. Raises InputError."""
+    contents = tuple(one.digest for one in config.by_title.values())
+    answers: list[dict[str, Any]] = json.loads(
+        _described(config.model_dump_json(), json.dumps(worker_limits(limits)), contents)
+    )
+    return answers
+
+
+@cache
+def _described(config: str, limits: str, contents: tuple[str, ...]) -> str:
+    """Return `descriptions` as JSON, by the JSON of flags and of the arguments of `Workers`."""
+    from pipeline.rewards.tools import Tools
+    from pipeline.rewards.workers import Workers
+
+    flags = ToolConfig.model_validate_json(config)
+    with Workers(**json.loads(limits)) as workers:
+        tools = Tools(flags.functions, flags.environment_class, workers)
+        tools.check()
+        return json.dumps(tools.descriptions)

@@ -1,0 +1,272 @@
+"""Tools in rollouts: each response is a conversation of the policy with the tools of the run.
+
+`episodes.generate` requests the answer to each turn. The processes of reward functions make it while other responses
+are sampled, and it is written as the chat template writes it.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.data.cache import StageData
+from pipeline.data.templates import encode_prompt
+from pipeline.data.tool_turns import ToolTurns
+from pipeline.data.turns import Message
+from pipeline.errors import InputError, RunError
+from pipeline.generation.episodes import Episode
+from pipeline.generation.rollouts import GenerationStopped, Prompt
+from pipeline.heartbeat import result_of
+from pipeline.rewards.pool import Failure, RewardPool
+from pipeline.rewards.rollout import EndedResponse, FunctionCalls
+from pipeline.rewards.tools import ToolResult, Tools
+from pipeline.rewards.worker_flags import worker_limits
+from pipeline.rewards.workers import Workers
+from step3_ppo.config import PPOConfig
+from step3_ppo.flags.tools import descriptions
+
+log = logging.getLogger(__name__)
+
+Turn = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls of the user's code in rollouts: a context, at whose end the processes of this rank are stopped.
+
+    rewards: those of reward functions.
+    tools: those of tools; None: there are none.
+    workers: processes of both.
+    """
+
+    rewards: FunctionCalls
+    tools: "ToolUse | None"
+    workers: Workers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.tools is not None:
+            self.tools.tools.close()
+        self.rewards.close()
+        self.workers.close()
+
+
+def make_calls(config: PPOConfig, prompts: StageData, tokenizer: PreTrainedTokenizerBase) -> Calls:
+    """Return the calls of functions and tools, each of which is loaded once on this rank. A collective.
+
+    Raises InputError, see `FunctionCalls.check`, `Tools.check` and `ToolTurns`.
+    """
+    functions, settings, workers = config.reward_functions, config.rewards, Workers(**worker_limits(config.rewards))
+    columns = {name for columns in prompts.counts.passed.values() for name in columns}
+    tools = make_tools(config, workers, columns, tokenizer) if config.tools.by_title else None
+    rewards = FunctionCalls(
+        RewardPool(functions, workers=workers) if functions else None,
+        max_failures=settings.max_reward_failures,
+        takes_tokens=not config.method.compares,
+        environment=config.tools.environment_class if tools is not None and tools.tools.has_reward else None,
+        has_tools=tools is not None,
+    )
+    rewards.check(columns, [*config.data.data_path, *config.data.eval_data_path])
+    return Calls(rewards, tools, workers)
+
+
+def check_rewarded(config: PPOConfig) -> None:
+    """Raise InputError if nothing rewards responses, since the environment has no `get_reward`."""
+    described = descriptions(config.tools, config.rewards)
+    if not (config.has_reward_model or config.reward_functions or any(one["has_reward"] for one in described)):
+        raise InputError(f"--environment {config.tools.environment}: no get_reward, and nothing else gives rewards")
+
+
+def make_tools(
+    config: PPOConfig, workers: Workers, columns: Collection[str], tokenizer: PreTrainedTokenizerBase
+) -> "ToolUse":
+    """Return the tools of a run, loaded and checked. Raises InputError, see `make_calls`."""
+    tools = Tools(config.tools.functions, config.tools.environment_class, workers)
+    tools.check(described := descriptions(config.tools, config.rewards))
+    needed = {name for one in described for name in one["needs"]}
+    if missing := sorted(needed - {*columns, "prompt"}):
+        has = f"only {', '.join(sorted(columns))}" if columns else "none for rewards"
+        where = f"--environment {config.tools.environment}"
+        raise InputError(f"{where}: reset needs the column {missing[0]!r}, and the data has {has}")
+    names, most = ", ".join(one["function"]["name"] for one in tools.schemas), config.tools.max_turns
+    log.info("tools: %s; at most %d turns in a response", names, most)
+    turns, limit = ToolTurns(tokenizer, tools.schemas), config.data.max_prompt_seq_len
+    return ToolUse(tools, turns, config.tools.max_turns, json.dumps(tools.schemas), tokenizer, limit)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A response with tools, as far as it has come.
+
+    messages: its turns as reward functions get them: the policy's, and of role `tool` what tools returned.
+    num_turns: turns of the policy.
+    num_calls: calls, failed ones included.
+    num_failed: calls that were wrong, or whose tool raised.
+    seconds: time of its tools.
+    failure: why it is left out of the training: a call took too long, or its process died.
+    """
+
+    messages: list[Turn] = field(default_factory=list)
+    num_turns: int = 0
+    num_calls: int = 0
+    num_failed: int = 0
+    seconds: float = 0.0
+    failure: Failure | None = None
+
+    @property
+    def counts(self) -> tuple[float, ...]:
+        """The numbers of a row of `Responses.tool_counts`."""
+        return (self.num_turns, self.num_calls, self.num_failed, self.seconds, float(self.failure is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a run.
+
+    tools: their calls.
+    turns: how the chat template writes calls and results.
+    max_turns: most turns of the policy in a response.
+    schemas: what prompts offer, as JSON.
+    tokenizer: that of the policy.
+    max_prompt: tokens of the longest prompt.
+    """
+
+    tools: Tools
+    turns: ToolTurns
+    max_turns: int
+    schemas: str
+    tokenizer: PreTrainedTokenizerBase
+    max_prompt: int
+
+
+class Talk:
+    """The conversations of a rollout on this rank. It answers turns for `episodes.generate`.
+
+    conversations: one for each episode, by its number.
+    error: ends the run once it is saved: a file has changed, or an environment breaks its interface.
+    """
+
+    def __init__(
+        self,
+        use: ToolUse,
+        rows: Any,
+        chosen: Sequence[int | None],
+        num_samples: int,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.use, self.rows, self.chosen, self.num_samples = use, rows, chosen, num_samples
+        self.should_stop = should_stop
+        self.error: RunError | None = None
+        self.conversations = [Conversation() for _ in range(len(chosen) * num_samples)]
+        self.note: Callable[[Episode], None] = lambda episode: None
+        use.tools.close()  # the conversations of a rollout that was stopped
+
+    def prompts(self) -> list[Prompt]:
+        """Begin all conversations, and return the prompts; an environment adds its text to the last user turn.
+
+        A prompt that is too long with it loses its responses.
+        """
+        k, openings = self.num_samples, list[list[Future[str | None | Failure]]]()
+        for index, row in enumerate(self.chosen):
+            columns = {} if row is None else json.loads(self.rows[row].get("extra", "{}"))
+            columns |= {} if row is None else {"prompt": json.loads(self.rows[row]["messages"])}
+            numbers = [] if row is None else range(index * k, (index + 1) * k)  # padding calls nothing
+            openings.append([self.use.tools.begin(number, columns) for number in numbers])
+        return [self._prompt(index, futures) for index, futures in enumerate(openings)]
+
+    def _prompt(self, index: int, openings: "Sequence[Future[str | None | Failure]]") -> Prompt:
+        row, texts = self.rows[self.chosen[index] or 0], list[str]()
+        plain, first = Prompt(row["prompt_ids"], row["prompt_id"]), index * self.num_samples
+        for n, future in enumerate(openings):
+            try:
+                text = self.waited(future)
+            except GenerationStopped:  # before the first step, in which all ranks learn of it
+                return plain
+            if isinstance(text, Failure):
+                self.conversations[first + n].failure = text
+            else:
+                texts.append(text or "")
+        if not any(texts):
+            return plain
+        where = f"--environment: reset() for row {(self.chosen[index] or 0) + 1}"
+        if len(set(texts)) > 1:
+            why = "returned different texts for responses to one prompt; make the text from the row alone"
+            self.error = InputError(f"{where}: {why}")
+            return plain
+        turns = [Message("tools", self.use.schemas), *(Message(**turn) for turn in json.loads(row["messages"]))]
+        turns[-1] = replace(turns[-1], content=turns[-1].content + texts[0])
+        ids = encode_prompt(self.use.tokenizer, turns)
+        if len(ids) <= self.use.max_prompt:
+            return Prompt(ids, row["prompt_id"])
+        why = f"with its text the prompt has {len(ids)} tokens; raise --max-prompt-seq-len {self.use.max_prompt}"
+        for one in self.conversations[first : first + self.num_samples]:
+            one.failure = Failure("raised", f"{where}: {why}")
+        return plain
+
+    def stops(self) -> bool:
+        """Return True if the generation is to stop: on request, or because of an error of the user's code."""
+        return self.error is not None or self.should_stop()
+
+    def waited(self, future: "Future[T]") -> T:
+        """Return the result of a call. Raises GenerationStopped if the generation is to stop."""
+
+        def check() -> None:
+            if self.stops():
+                raise GenerationStopped
+
+        try:
+            return result_of(future, check)
+        except RunError as error:
+            self.error = error
+            raise GenerationStopped from None
+
+    def answer(self, episode: Episode) -> Callable[[], list[int]] | None:
+        """Begin the calls of the last turn; see `Answers`."""
+        talk, ids = self.conversations[episode.number], episode.segments[-1].ids.tolist()
+        talk.num_turns += 1
+        talk.messages.append(self.use.turns.turn(ids))
+        is_over = talk.num_turns >= self.use.max_turns or talk.failure is not None or episode.reason != "end"
+        if is_over or self.chosen[episode.number // self.num_samples] is None:
+            return None
+        if not (calls := self.use.turns.calls(ids)):
+            return None
+        return partial(self._ids_of, talk, ids, self.use.tools.call(episode.number, calls))
+
+    def _ids_of(self, talk: Conversation, called: list[int], future: "Future[list[ToolResult] | Failure]") -> list[int]:
+        results = self.waited(future)
+        if isinstance(results, Failure):
+            talk.failure = results
+            return []
+        talk.num_calls += len(results)
+        talk.num_failed += sum(one.failed for one in results)
+        talk.seconds += sum(one.seconds for one in results)
+        talk.messages += [{"role": "tool", "name": one.name, "content": one.text} for one in results]
+        return self.use.turns.results([(one.name, one.text) for one in results], called)
+
+    def ended(self, episode: Episode) -> None:
+        """Note a conversation that has ended."""
+        messages = self.conversations[episode.number].messages
+        while messages[-1]["role"] == "tool":  # results that left no room for another turn
+            messages.pop()
+        self.note(episode)
+
+    def response(self, episode: Episode) -> EndedResponse:
+        """End a conversation in its environment; return it as reward functions get it."""
+        reward = self.use.tools.end(episode.number)
+        ids = [token for turn in episode.turns[::2] for token in turn]
+        conversation = self.conversations[episode.number]
+        return EndedResponse(ids, conversation.messages, reward, conversation.failure)
+
+    def counts(self, device: torch.device) -> Tensor:
+        """(N, 5) fp32, see `Responses.tool_counts`."""
+        return torch.tensor([one.counts for one in self.conversations], dtype=torch.float32, device=device)
