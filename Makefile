@@ -10,7 +10,7 @@ ADDED = $(FOR_TESTS) site
 PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INSTALL_ADDED = $(PIP_INSTALL) $(foreach part,$(1),-c requirements/$(part).lock -r requirements/$(part).txt)
 
-.PHONY: demo demo-grpo demo-seeds test test-quick test-slow test-faults test-hosts test-gpu bench check audit constraints sbom site readings plans stale clean
+.PHONY: demo demo-grpo demo-tools demo-seeds test test-quick test-slow test-faults test-hosts test-gpu bench check audit constraints sbom site readings plans stale clean
 
 demo: $(VENV)/installed
 	$(PYTHON) -m demo.run
@@ -18,6 +18,10 @@ demo: $(VENV)/installed
 # No reward model: the rule itself rewards, as a function.
 demo-grpo: $(VENV)/installed
 	$(PYTHON) -m demo.run --method grpo --overwrite
+
+# An environment of several turns: a tiny model learns to use the answers of a game.
+demo-tools: $(VENV)/installed
+	$(PYTHON) -m demo.tools
 
 demo-seeds: $(VENV)/installed
 	$(PYTHON) -m demo.seeds

@@ -4,9 +4,12 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from demo.rule import make_answer, make_pair, make_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NUM_TRAIN_PROMPTS = 3600
 NUM_TEST_PROMPTS = 600
@@ -60,11 +63,17 @@ def make_tokenizer(folder: Path) -> Any:
 
 
 def make_model(folder: Path, *, seed: int) -> None:
-    """Write `untrained/`: an OPT of two layers with random weights, and the tokenizer."""
+    """Write `untrained/`: a model with random weights, and the tokenizer."""
+    save_model(folder / "untrained", make_tokenizer(folder), seed=seed, max_tokens=128)
+
+
+def save_model(
+    folder: Path, tokenizer: "PreTrainedTokenizerBase", *, seed: int, max_tokens: int, init_std: float = 0.02
+) -> None:
+    """Write an OPT of two layers with random weights, and its tokenizer."""
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 
-    tokenizer = make_tokenizer(folder)
     torch.manual_seed(seed)
     config = OPTConfig(
         vocab_size=len(tokenizer),
@@ -73,10 +82,11 @@ def make_model(folder: Path, *, seed: int) -> None:
         num_attention_heads=4,
         ffn_dim=512,
         word_embed_proj_dim=128,
-        max_position_embeddings=128,
-        bos_token_id=2,
-        eos_token_id=2,
-        pad_token_id=1,
+        max_position_embeddings=max_tokens,
+        init_std=init_std,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
-    OPTForCausalLM(config).save_pretrained(folder / "untrained")
-    tokenizer.save_pretrained(folder / "untrained")
+    OPTForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
