@@ -248,10 +248,9 @@ class Sampler:
         def ended(episode: Episode) -> None:
             index = episode.number // self.num_samples
             row = chosen[index]
-            if row is not None and index in self._contributed(len(indices)):
+            if self.calls is not None and row is not None and index in self._contributed(len(indices)):
                 response = EndedResponse(episode.turns[0]) if talk is None else talk.response(episode)
-                if self.calls is not None:
-                    self.calls.ended(row, episode.sample, response)
+                self.calls.ended(row, episode.sample, response)
 
         if talk is not None:
             talk.note = ended

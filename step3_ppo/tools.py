@@ -44,12 +44,12 @@ class Calls:
 
     rewards: those of reward functions.
     tools: those of tools; None: there are none.
-    workers: processes of both.
+    workers: processes of both; None: there are neither.
     """
 
     rewards: FunctionCalls
     tools: "ToolUse | None"
-    workers: Workers
+    workers: Workers | None
 
     def __enter__(self) -> Self:
         return self
@@ -58,7 +58,8 @@ class Calls:
         if self.tools is not None:
             self.tools.tools.close()
         self.rewards.close()
-        self.workers.close()
+        if self.workers is not None:
+            self.workers.close()
 
 
 def make_calls(config: PPOConfig, prompts: StageData, tokenizer: PreTrainedTokenizerBase) -> Calls:
@@ -66,12 +67,13 @@ def make_calls(config: PPOConfig, prompts: StageData, tokenizer: PreTrainedToken
 
     Raises InputError, see `FunctionCalls.check`, `Tools.check` and `ToolTurns`.
     """
-    functions, settings, workers = config.reward_functions, config.rewards, Workers(**worker_limits(config.rewards))
+    functions, has_tools = config.reward_functions, bool(config.tools.by_title)
+    workers = Workers(**worker_limits(config.rewards)) if functions or has_tools else None
     columns = {name for columns in prompts.counts.passed.values() for name in columns}
-    tools = make_tools(config, workers, columns, tokenizer) if config.tools.by_title else None
+    tools = make_tools(config, workers, columns, tokenizer) if workers and has_tools else None
     rewards = FunctionCalls(
         RewardPool(functions, workers=workers) if functions else None,
-        max_failures=settings.max_reward_failures,
+        max_failures=config.rewards.max_reward_failures,
         takes_tokens=not config.method.compares,
         environment=config.tools.environment_class if tools is not None and tools.tools.has_reward else None,
         has_tools=tools is not None,
