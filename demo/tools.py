@@ -110,11 +110,7 @@ def measure(folder: Path) -> dict[str, Any]:
     return {
         **{name: wilson(sum(scores) / len(scores), len(scores)) for name, scores in shares.items()},
         "prompts": len(after),
-        "games": [
-            (name, game(row["response"]))
-            for name, part in (("before", before), ("after", after))
-            for row in part[:NUM_SHOWN]
-        ],
+        "games": [game(row["response"]) for row in after[:NUM_SHOWN]],
     }
 
 
@@ -145,7 +141,7 @@ def table(results: Mapping[str, Any]) -> str:
     }
     title = f"share of numbers found in {GUESSES} guesses, {results['prompts']} unseen prompts"
     lines = [title, *(f"  {name:<46}{value:>28}" for name, value in rows.items()), ""]
-    return "\n".join([*lines, *(f"{name:<8}{line[:110]}" for name, line in results["games"])])
+    return "\n".join([*lines, *(f"  {line[:110]}" for line in results["games"])])
 
 
 def shown(interval: Interval) -> str:

@@ -24,7 +24,7 @@ from step3_ppo.flags.groups import DIVERGENCES, PPOCoefficients, PromptDataConfi
 from step3_ppo.flags.methods import LORA_FACTOR, METHODS, PPO_LORA_FACTOR, Method, with_defaults
 from step3_ppo.flags.rewards import RewardConfig
 from step3_ppo.flags.teacher import TeacherConfig
-from step3_ppo.flags.tools import ToolConfig, descriptions, reason_against_tools
+from step3_ppo.flags.tools import ToolConfig, descriptions, reason_against
 from step3_ppo.models.roles import COMPARED, ROLES, Role, roles_without
 
 LENGTH_FLAGS = "--max-prompt-seq-len + --max-answer-seq-len"  # the flags of `PPOConfig.max_sequence_length`
@@ -305,7 +305,8 @@ class PPOConfig(StageConfig):
 
     @model_validator(mode="after")
     def _responses_can_call_tools(self) -> Self:
-        if self.tools.by_title and (reason := reason_against_tools(self)):
+        settings = (self.ppo.method, self.sampling, self.data, self.reward_functions)
+        if self.tools.by_title and (reason := reason_against(self.tools, *settings)):
             raise ValueError(reason)
         return self
 

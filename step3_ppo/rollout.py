@@ -241,10 +241,6 @@ class Sampler:
     def _sample_prompts(self, rows: Sequence[int | None], indices: Sequence[int | None], key: RandomKey) -> Responses:
         chosen = [None if index is None else rows[index] for index in indices]
 
-        talk = None
-        if self.tools is not None:
-            talk = Talk(self.tools, self.rows, chosen, self.num_samples, self.should_stop)
-
         def ended(episode: Episode) -> None:
             index = episode.number // self.num_samples
             row = chosen[index]
@@ -252,9 +248,9 @@ class Sampler:
                 response = EndedResponse(episode.turns[0]) if talk is None else talk.response(episode)
                 self.calls.ended(row, episode.sample, response)
 
-        if talk is not None:
-            talk.note = ended
-
+        talk: Talk | None = None
+        if self.tools is not None:
+            talk = Talk(self.tools, self.rows, chosen, self.num_samples, self.should_stop, note=ended)
         try:
             rollout = self.hybrid.generate(
                 [self._prompt(row or 0) for row in chosen] if talk is None else talk.prompts(),

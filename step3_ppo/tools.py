@@ -103,7 +103,7 @@ def make_tools(
     names, most = ", ".join(one["function"]["name"] for one in tools.schemas), config.tools.max_turns
     log.info("tools: %s; at most %d turns in a response", names, most)
     turns, limit = ToolTurns(tokenizer, tools.schemas), config.data.max_prompt_seq_len
-    return ToolUse(tools, turns, config.tools.max_turns, json.dumps(tools.schemas), tokenizer, limit)
+    return ToolUse(tools, turns, config.tools.max_turns, tokenizer, limit)
 
 
 @dataclass(slots=True)
@@ -125,11 +125,6 @@ class Conversation:
     seconds: float = 0.0
     failure: Failure | None = None
 
-    @property
-    def counts(self) -> tuple[float, ...]:
-        """The numbers of a row of `Responses.tool_counts`."""
-        return (self.num_turns, self.num_calls, self.num_failed, self.seconds, float(self.failure is not None))
-
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
@@ -138,7 +133,6 @@ class ToolUse:
     tools: their calls.
     turns: how the chat template writes calls and results.
     max_turns: most turns of the policy in a response.
-    schemas: what prompts offer, as JSON.
     tokenizer: that of the policy.
     max_prompt: tokens of the longest prompt.
     """
@@ -146,32 +140,36 @@ class ToolUse:
     tools: Tools
     turns: ToolTurns
     max_turns: int
-    schemas: str
     tokenizer: PreTrainedTokenizerBase
     max_prompt: int
 
 
+@dataclass(slots=True)
 class Talk:
     """The conversations of a rollout on this rank. It answers turns for `episodes.generate`.
 
+    use: the tools of the run.
+    rows: prompt data set.
+    chosen: row of each prompt; None: padding, which calls nothing.
+    num_samples: conversations with each prompt.
+    should_stop: returns True if the run is to stop.
+    note: called with each episode that has ended.
     conversations: one for each episode, by its number.
     error: ends the run once it is saved: a file has changed, or an environment breaks its interface.
     """
 
-    def __init__(
-        self,
-        use: ToolUse,
-        rows: Any,
-        chosen: Sequence[int | None],
-        num_samples: int,
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self.use, self.rows, self.chosen, self.num_samples = use, rows, chosen, num_samples
-        self.should_stop = should_stop
-        self.error: RunError | None = None
-        self.conversations = [Conversation() for _ in range(len(chosen) * num_samples)]
-        self.note: Callable[[Episode], None] = lambda episode: None
-        use.tools.close()  # the conversations of a rollout that was stopped
+    use: ToolUse
+    rows: Any
+    chosen: Sequence[int | None]
+    num_samples: int
+    should_stop: Callable[[], bool]
+    note: Callable[[Episode], None]
+    error: RunError | None = None
+    conversations: list[Conversation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.conversations = [Conversation() for _ in range(len(self.chosen) * self.num_samples)]
+        self.use.tools.close()  # the conversations of a rollout that was stopped
 
     def prompts(self) -> list[Prompt]:
         """Begin all conversations, and return the prompts; an environment adds its text to the last user turn.
@@ -205,7 +203,10 @@ class Talk:
             why = "returned different texts for responses to one prompt; make the text from the row alone"
             self.error = InputError(f"{where}: {why}")
             return plain
-        turns = [Message("tools", self.use.schemas), *(Message(**turn) for turn in json.loads(row["messages"]))]
+        turns = [
+            Message("tools", json.dumps(self.use.tools.schemas)),
+            *(Message(**turn) for turn in json.loads(row["messages"])),
+        ]
         turns[-1] = replace(turns[-1], content=turns[-1].content + texts[0])
         ids = encode_prompt(self.use.tokenizer, turns)
         if len(ids) <= self.use.max_prompt:
@@ -271,4 +272,8 @@ class Talk:
 
     def counts(self, device: torch.device) -> Tensor:
         """(N, 5) fp32, see `Responses.tool_counts`."""
-        return torch.tensor([one.counts for one in self.conversations], dtype=torch.float32, device=device)
+        counts = [
+            (one.num_turns, one.num_calls, one.num_failed, one.seconds, one.failure is not None)
+            for one in self.conversations
+        ]
+        return torch.tensor(counts, dtype=torch.float32, device=device)

@@ -1,6 +1,7 @@
 """The flags of tools that a policy calls while it answers."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -8,6 +9,7 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Group
 from pipeline.rewards.functions import RewardFunction, function_of_file
 from pipeline.rewards.worker_flags import WorkerFlags, worker_limits
+from step3_ppo.flags.groups import PromptDataConfig, SamplingConfig
 
 FLAG = "--tools"
 METHODS_WITH_TOOLS = ("ppo", "grpo", "rloo")
@@ -54,15 +56,17 @@ class ToolConfig(Group):
         return named | ({} if environment is None else {f"environment {environment.name}": environment})
 
 
-def reason_against_tools(config: Any) -> str:
-    """Return why a PPOConfig cannot have tools, beginning with the flag, or an empty text."""
-    if config.ppo.method not in METHODS_WITH_TOOLS:
-        return f"method: got {config.ppo.method}, which takes no --tools; {', '.join(METHODS_WITH_TOOLS)} do"
-    if config.sampling.inference_tp_size > 1:
+def reason_against(
+    tools: ToolConfig, method: str, sampling: SamplingConfig, data: PromptDataConfig, rewards: Sequence[RewardFunction]
+) -> str:
+    """Return why a run with these settings cannot have tools, beginning with the flag, or an empty text."""
+    if method not in METHODS_WITH_TOOLS:
+        return f"method: got {method}, which takes no --tools; {', '.join(METHODS_WITH_TOOLS)} do"
+    if sampling.inference_tp_size > 1:
         return "inference_tp_size: with --tools each rank samples by itself, expected 1"
-    if config.data.long_prompts == "truncate_left":
+    if data.long_prompts == "truncate_left":
         return "long_prompts: truncate_left would cut the --tools, which stand first; expected drop"
-    if config.tools.environment.rpartition(":")[2] in [one.name for one in config.reward_functions]:
+    if tools.environment.rpartition(":")[2] in [one.name for one in rewards]:
         return "environment: a reward function has the same name; rename one"
     return ""
 
@@ -70,15 +74,12 @@ def reason_against_tools(config: Any) -> str:
 def descriptions(config: ToolConfig, limits: WorkerFlags) -> list[dict[str, Any]]:
     """Return the `Tools.descriptions` of the tools, which a process of their own makes once. Raises InputError."""
     contents = tuple(one.digest for one in config.by_title.values())
-    answers: list[dict[str, Any]] = json.loads(
-        _described(config.model_dump_json(), json.dumps(worker_limits(limits)), contents)
-    )
-    return answers
+    return _described(config.model_dump_json(), json.dumps(worker_limits(limits)), contents)
 
 
 @cache
-def _described(config: str, limits: str, contents: tuple[str, ...]) -> str:
-    """Return `descriptions` as JSON, by the JSON of flags and of the arguments of `Workers`."""
+def _described(config: str, limits: str, contents: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return `descriptions` by the JSON of flags, that of the arguments of `Workers`, and the digests of the files."""
     from pipeline.rewards.tools import Tools
     from pipeline.rewards.workers import Workers
 
@@ -86,4 +87,4 @@ def _described(config: str, limits: str, contents: tuple[str, ...]) -> str:
     with Workers(**json.loads(limits)) as workers:
         tools = Tools(flags.functions, flags.environment_class, workers)
         tools.check()
-        return json.dumps(tools.descriptions)
+        return tools.descriptions

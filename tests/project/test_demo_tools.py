@@ -105,7 +105,7 @@ def test_a_template_of_calls_writes_what_the_rows_hold(folder: Path) -> None:
 
 SOUND = {
     "before": wilson(0.6, 700), "after": wilson(0.9, 700), "prompts": 700, "minutes": 2.0,
-    "games": [("before", "guess(1): higher, I give up."), ("after", "guess(4): right, Found it.")],
+    "games": ["guess(4): right, Found it."],
 }  # fmt: skip
 HIGHER, BLIND = "GRPO at least 20 points higher", "better than any play that ignores the answers"
 
@@ -138,10 +138,7 @@ def test_before_and_after_are_the_first_and_the_last_evaluation(tmp_path: Path) 
     results = tools.measure(tmp_path)
     assert results["before"] == wilson(0.25, 4) and results["after"] == wilson(1.0, 4)
     assert results["prompts"] == 4
-    assert (
-        results["games"]
-        == [("before", "guess(4): right, Found it.")] * 3 + [("after", "guess(4): right, Found it.")] * 3
-    )
+    assert results["games"] == ["guess(4): right, Found it."] * 3
 
 
 def test_make_ends_as_the_demo_does() -> None:

@@ -217,9 +217,9 @@ def test_an_environment_begins_and_rewards_each_response(
 
 def talk_with(tools: Any, chosen: list[int | None], should_stop: bool = False) -> Talk:
     turns: Any = SimpleNamespace(calls=lambda ids: ["call"], turn=lambda ids: {"role": "assistant"})
-    use = ToolUse(tools, turns, max_turns=3, schemas="[]", tokenizer=None, max_prompt=9)  # type: ignore[arg-type]
+    use = ToolUse(tools, turns, max_turns=3, tokenizer=None, max_prompt=9)  # type: ignore[arg-type]
     rows = [{"prompt_ids": [5], "prompt_id": 1, "messages": "[]"}]
-    return Talk(use, rows, chosen, 1, lambda: should_stop)
+    return Talk(use, rows, chosen, 1, lambda: should_stop, note=lambda episode: None)
 
 
 def ended_turn(number: int) -> Episode:
