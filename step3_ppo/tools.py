@@ -19,11 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.data.cache import StageData
 from pipeline.data.templates import encode_prompt
 from pipeline.data.tool_turns import ToolTurns
-from pipeline.data.turns import Message
+from pipeline.data.turns import parse_tools, turns_of_json
 from pipeline.errors import InputError, RunError
 from pipeline.generation.episodes import Episode
 from pipeline.generation.rollouts import GenerationStopped, Prompt
 from pipeline.heartbeat import result_of
+from pipeline.rewards.calls import reason_of_missing
 from pipeline.rewards.pool import Failure, RewardPool
 from pipeline.rewards.rollout import EndedResponse, FunctionCalls
 from pipeline.rewards.tools import ToolResult, Tools
@@ -96,10 +97,9 @@ def make_tools(
     tools = Tools(config.tools.functions, config.tools.environment_class, workers)
     tools.check(described := descriptions(config.tools, config.rewards))
     needed = {name for one in described for name in one["needs"]}
-    if missing := sorted(needed - {*columns, "prompt"}):
-        has = f"only {', '.join(sorted(columns))}" if columns else "none for rewards"
-        where = f"--environment {config.tools.environment}"
-        raise InputError(f"{where}: reset needs the column {missing[0]!r}, and the data has {has}")
+    if missing := needed - {*columns, "prompt"}:
+        reason = reason_of_missing(missing, columns)
+        raise InputError(f"--environment {config.tools.environment}: reset: {reason}")
     names, most = ", ".join(one["function"]["name"] for one in tools.schemas), config.tools.max_turns
     log.info("tools: %s; at most %d turns in a response", names, most)
     turns, limit = ToolTurns(tokenizer, tools.schemas), config.data.max_prompt_seq_len
@@ -165,7 +165,7 @@ class Talk:
     should_stop: Callable[[], bool]
     note: Callable[[Episode], None]
     error: RunError | None = None
-    conversations: list[Conversation] = field(default_factory=list)
+    conversations: list[Conversation] = field(init=False)
 
     def __post_init__(self) -> None:
         self.conversations = [Conversation() for _ in range(len(self.chosen) * self.num_samples)]
@@ -203,10 +203,7 @@ class Talk:
             why = "returned different texts for responses to one prompt; make the text from the row alone"
             self.error = InputError(f"{where}: {why}")
             return plain
-        turns = [
-            Message("tools", json.dumps(self.use.tools.schemas)),
-            *(Message(**turn) for turn in json.loads(row["messages"])),
-        ]
+        turns = [*parse_tools(self.use.tools.schemas), *turns_of_json(row["messages"])]
         turns[-1] = replace(turns[-1], content=turns[-1].content + texts[0])
         ids = encode_prompt(self.use.tokenizer, turns)
         if len(ids) <= self.use.max_prompt:
@@ -235,7 +232,7 @@ class Talk:
 
     def answer(self, episode: Episode) -> Callable[[], list[int]] | None:
         """Begin the calls of the last turn; see `Answers`."""
-        talk, ids = self.conversations[episode.number], episode.segments[-1].ids.tolist()
+        talk, ids = self.conversations[episode.number], episode.segments[-1].on_host
         talk.num_turns += 1
         talk.messages.append(self.use.turns.turn(ids))
         is_over = talk.num_turns >= self.use.max_turns or talk.failure is not None or episode.reason != "end"

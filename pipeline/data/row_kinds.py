@@ -22,7 +22,7 @@ from pipeline.data.templates import (
     encode_text,
     special_tokens,
 )
-from pipeline.data.turns import BadRowError, Message, Turns, broken_up, spells_special, turns_to_json
+from pipeline.data.turns import BadRowError, Message, Turns, broken_up, parse_tools, spells_special, turns_to_json
 from pipeline.errors import InputError
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class RowMaker:
             return turns
         if turns[0].role == "tools":
             raise BadRowError("prompt with tools of its own, beside those of --tools")
-        return (Message("tools", self.options.tool_schemas), *turns)
+        return (*parse_tools(self.options.tool_schemas), *turns)
 
     def document(self, record: Record) -> DocumentRow:
         """Return a plain text. Raises InputError if the tokenizer has no EOS."""

@@ -102,15 +102,15 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", name: str, *, plain: bool
     template = tokenizer.chat_template
     template = template.get("default") if isinstance(template, dict) else template
     if name == "tokenizer" and template is None:
-        raise InputError(f"template tokenizer: {_name(tokenizer)} has no chat template; give auto")
+        raise InputError(f"template tokenizer: {name_of(tokenizer)} has no chat template; give auto")
     if name != "human_assistant" and template is not None:
         tokenizer.chat_template = template
         _check_own_template(tokenizer)
         return
     if tokenizer.eos_token is None:
         raise InputError(
-            f"template human_assistant: {_name(tokenizer)} has no EOS token to end a turn with; name one as eos_token "
-            "in its tokenizer_config.json (of BERT: [SEP], and [CLS] as bos_token)"
+            f"template human_assistant: {name_of(tokenizer)} has no EOS token to end a turn with; name one as "
+            "eos_token in its tokenizer_config.json (of BERT: [SEP], and [CLS] as bos_token)"
         )
     bos_id, first = tokenizer.bos_token_id, list(tokenizer("a")["input_ids"])[:1]
     adds_bos = bos_id is not None and first == [bos_id]
@@ -146,15 +146,17 @@ def render_turns(
             text = tokenizer.apply_chat_template(list(turns), tokenize=False, **options)
     except TimeLimitError:
         raise InputError(
-            f"the chat template of {_name(tokenizer)} does not end within {MAX_RENDER_S:.0f} s; give "
+            f"the chat template of {name_of(tokenizer)} does not end within {MAX_RENDER_S:.0f} s; give "
             "--template human_assistant"
         ) from None
     except Exception as error:
         # A template is a program from a file, so it can raise any error, not only those of jinja2.
         reason = str(error) or type(error).__name__  # a MemoryError has no text
-        raise RefusedTurnsError(f"the chat template of {_name(tokenizer)} rejects a conversation: {reason}") from error
+        raise RefusedTurnsError(
+            f"the chat template of {name_of(tokenizer)} rejects a conversation: {reason}"
+        ) from error
     if len(text) > MAX_TEMPLATE_CHARS + MAX_GROWTH * num_chars:
-        raise InputError(f"the chat template of {_name(tokenizer)} renders {num_chars} characters as {len(text)}")
+        raise InputError(f"the chat template of {name_of(tokenizer)} renders {num_chars} characters as {len(text)}")
     return str(text)
 
 
@@ -164,14 +166,14 @@ def _check_own_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     if not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS:
         kind = f"{len(template)} characters" if isinstance(template, str) else type(template).__name__
         raise InputError(
-            f"{_name(tokenizer)}: its chat template: got {kind}, expected a text of at most {MAX_TEMPLATE_CHARS}"
+            f"{name_of(tokenizer)}: its chat template: got {kind}, expected a text of at most {MAX_TEMPLATE_CHARS}"
         )
     question, answer = "question", "answer"
     with memory_limit(MAX_PROBE_BYTES):
         text = render(tokenizer, [Message("user", question), Message("assistant", answer)])
     if question not in text or answer not in text:
         raise InputError(
-            f"{_name(tokenizer)}: its chat template omits the content of user or assistant turns; give "
+            f"{name_of(tokenizer)}: its chat template omits the content of user or assistant turns; give "
             "--template human_assistant"
         )
 
@@ -236,7 +238,7 @@ def encode_conversation(
     ids, trained = ids[:length], trained[:length]
     if not ids or ids[-1] not in special.ends:
         if tokenizer.eos_token_id is None:
-            raise InputError(f"{_name(tokenizer)}: neither it nor its chat template has an end-of-turn token")
+            raise InputError(f"{name_of(tokenizer)}: neither it nor its chat template has an end-of-turn token")
         ids.append(tokenizer.eos_token_id)
         trained.append(True)
     return EncodedConversation(ids, trained, num_boundaries, len(encoded[0][0]))
@@ -305,8 +307,8 @@ def _pieces(
     if pieces := _split_at_targets(tokenizer, whole, messages, targets, special):
         return pieces
     raise RewrittenTurnsError(
-        f"the chat template of {_name(tokenizer)} rewrites earlier turns or the start of an answer, so that no prompt "
-        "is a prefix of its conversation; --template human_assistant does not"
+        f"the chat template of {name_of(tokenizer)} rewrites earlier turns or the start of an answer, so that no "
+        "prompt is a prefix of its conversation; --template human_assistant does not"
     )
 
 
@@ -363,5 +365,6 @@ def _last_answer(
     return prompt, text[len(prompt) : stop], text[stop:]
 
 
-def _name(tokenizer: "PreTrainedTokenizerBase") -> str:
+def name_of(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return what messages call a tokenizer."""
     return str(tokenizer.name_or_path) or type(tokenizer).__name__

@@ -15,7 +15,7 @@ from contextlib import suppress
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeline.data.templates import RefusedTurnsError, render_turns, special_tokens
+from pipeline.data.templates import RefusedTurnsError, name_of, render_turns, special_tokens
 from pipeline.data.tool_calls import THINK, CallFormat, CallPart, CallReader, ToolCall, WrongCall
 from pipeline.data.turns import broken_up
 from pipeline.errors import InputError
@@ -128,10 +128,9 @@ class ToolTurns:
         return self._reader.find(self._text(ids))
 
     def _refuse(self, what: str) -> NoReturn:
-        name = str(self._tokenizer.name_or_path) or type(self._tokenizer).__name__
         raise InputError(
-            f"--tools: the chat template of {name} {what}; take a model whose template writes calls of tools as JSON, "
-            "such as Qwen 3 or Llama 3.2, or leave out --tools"
+            f"--tools: the chat template of {name_of(self._tokenizer)} {what}; take a model whose template writes "
+            "calls of tools as JSON, such as Qwen 3 or Llama 3.2, or leave out --tools"
         )
 
     def _end_of_turn(self, text: str, start: int) -> int:

@@ -84,6 +84,11 @@ def turns_to_json(turns: Sequence[Message]) -> str:
     return json.dumps([asdict(turn) for turn in turns], ensure_ascii=False)
 
 
+def turns_of_json(text: str) -> list[Message]:
+    """Return the turns that `turns_to_json` has written."""
+    return [Message(**turn) for turn in json.loads(text)]
+
+
 def prompt_hash(turns: Sequence[Message]) -> int:
     """Return a 63-bit hash of the turns, blind to white space and Unicode composition; the same on every machine."""
     normal = [[turn.role, " ".join(unicodedata.normalize("NFC", turn.content).split())] for turn in turns]

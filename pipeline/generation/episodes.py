@@ -6,6 +6,7 @@ they are not trained on. The ids of a turn stay as they were sampled: no text of
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -20,7 +21,7 @@ from pipeline.generation.session import Capacity, Finished, Reason, Request, Ses
 WAITING_SHARE = 1 / 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for the cached property
 class Segment:
     """A piece of an episode.
 
@@ -30,6 +31,11 @@ class Segment:
 
     ids: torch.Tensor
     log_probs: torch.Tensor | None
+
+    @cached_property
+    def on_host(self) -> list[int]:
+        """The ids as a list, which waits for the device once."""
+        return self.ids.tolist()
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +60,7 @@ class Episode:
     @property
     def turns(self) -> list[list[int]]:
         """The ids of each segment, on the host."""
-        return [segment.ids.tolist() for segment in self.segments]
+        return [segment.on_host for segment in self.segments]
 
     def add(self, ids: torch.Tensor, log_probs: torch.Tensor | None) -> None:
         self.segments.append(Segment(ids, log_probs))

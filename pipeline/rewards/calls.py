@@ -61,11 +61,14 @@ class Signature:
         if column in self.named:
             return f"args: column: {column!r} is a name that it has itself; rename the column of the data"
         needed = {*self.needed} | ({column} if column else set())
-        if missing := needed.difference(OURS, TRAINERS, args, columns):
-            columns_of_data = f"only {', '.join(columns)}" if columns else "none for rewards"
-            right = nearest(min(missing), columns)
-            return f"it needs the column {min(missing)!r}, and the data has {columns_of_data}{right}"
-        return ""
+        missing = needed.difference(OURS, TRAINERS, args, columns)
+        return reason_of_missing(missing, columns) if missing else ""
+
+
+def reason_of_missing(missing: Collection[str], columns: Collection[str]) -> str:
+    """Return why a function cannot be called whose `missing` columns the data does not have beside `columns`."""
+    columns_of_data = f"only {', '.join(columns)}" if columns else "none for rewards"
+    return f"it needs the column {min(missing)!r}, and the data has {columns_of_data}{nearest(min(missing), columns)}"
 
 
 def functions_of_box() -> Mapping[str, Callable[..., Any]]:

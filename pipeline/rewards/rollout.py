@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline import dist
 from pipeline.data.sources import is_conversational, parse_path
-from pipeline.data.turns import Message
+from pipeline.data.turns import turns_of_json
 from pipeline.errors import Interrupted, RunError
 from pipeline.heartbeat import result_of
 from pipeline.rewards.failures import (
@@ -124,7 +124,7 @@ class FunctionCalls:
         texts = self._tokenizer.batch_decode(list(ids), skip_special_tokens=True)
         return Responses(
             row=f"{row + 1} of those of the run",
-            messages=[Message(**turn) for turn in json.loads(self._rows[row]["messages"])],
+            messages=turns_of_json(self._rows[row]["messages"]),
             is_conversation=self._is_conversation or bool(messages),
             texts=[text.strip() for text in texts],
             ids=ids,
@@ -187,7 +187,7 @@ class FunctionCalls:
             added: ByName = {TOOLS: [one.failure for one in ended]}
             if self._environment:
                 added[self._environment.name] = [result_of(one.reward, look) for one in ended if one.reward is not None]
-            by_row[row] = self.by_row.get(row, {}) | by_row.get(row, {}) | added
+            by_row[row] = by_row.get(row, {}) | added
         for by_name in by_row.values() if not self.takes_tokens else ():
             for name, values in by_name.items():
                 check_one_for_each(name, values)
@@ -195,6 +195,7 @@ class FunctionCalls:
             before = self.failed_before.get(name, [])
             self.failed_before[name] = [*before, counts_of(values)] if first_of_failures(values) else []
         self._pending.clear()
+        self._responses.clear()
         return by_row
 
     def _given(self) -> dict[str, list[Value]]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.data.turns import Message
+from pipeline.data.turns import Message, turns_of_json
 from pipeline.models.reward_model import measured_constants
 from pipeline.tensor_ops import lengths_to_mask
 
@@ -62,7 +62,7 @@ class ScoredRows:
             start, length = int(self.prompt_lengths[n]), int(self.response_lengths[n])
             text = self.tokenizer.decode(sequence[start : start + length], skip_special_tokens=True)
             row = self.row_of(n)
-            turns, extra = [Message(**turn) for turn in json.loads(row["messages"])], json.loads(row.get("extra", "{}"))
+            turns, extra = turns_of_json(row["messages"]), json.loads(row.get("extra", "{}"))
             yield ScoredRow(turns, str(text), sequence[: start + length], bool(self.finished[n]), extra)
 
 
