@@ -78,7 +78,7 @@ def test_one_seed_that_fails_ends_all_with_1(
     assert len((tmp_path / "output" / "seeds" / "results.jsonl").read_text().splitlines()) == len(seeds.SEEDS)
 
 
-@pytest.mark.parametrize("target", ["demo", "demo-seeds"])
+@pytest.mark.parametrize("target", ["demo", "demo-tools", "demo-seeds"])
 def test_make_ends_as_the_demo_does(target: str) -> None:
     command = ["make", "-C", str(ROOT), "-o", ".venv/installed", target]
     ends = [

@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 import pytest
 from support.marks import slow_but
 from support.messages import naming
-from support.reward_functions import LIMIT_S, MARK, functions_in, marked, nothing_left, scored, to
+from support.reward_functions import HOSTILE, LIMIT_S, MARK, functions_in, marked, nothing_left, scored, to
 from support.tool_files import episodes, tools_in, turn
 
 from pipeline.data.tool_calls import ToolCall, WrongCall
@@ -21,23 +21,16 @@ from pipeline.rewards.tool_calls import MAX_RESULT, MEND
 from pipeline.rewards.tools import TOOLS, ToolResult, Tools
 from pipeline.rewards.workers import Workers
 
-HEAD = """
+HEAD = (
+    """
 import asyncio, ctypes, os, signal, subprocess, sys, time
 from pathlib import Path
 
 class Named:
     def __str__(self): return "a name"
-
-class Silent(Exception):
-    def __str__(self): raise OSError
-
-def write_everywhere(line):
-    for number in range(3, 20):
-        try:
-            os.write(number, line)
-        except OSError:
-            pass
 """
+    + HOSTILE
+)
 SEARCH = '''
 def search(query: str, limit: int = 3) -> list[str]:
     """Search the library.

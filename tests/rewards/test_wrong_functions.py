@@ -11,7 +11,7 @@ from threading import Thread
 
 import pytest
 from support.messages import naming
-from support.reward_functions import LIMIT_S, functions_in, nothing_left, scored, to
+from support.reward_functions import HOSTILE, LIMIT_S, functions_in, nothing_left, scored, to
 
 from pipeline.errors import InputError
 from pipeline.rewards.functions import RewardFunction
@@ -21,7 +21,8 @@ TEXTS = ("ab", "good")
 GOOD = [2.0, 4.0]
 PATIENT_S = 30.0
 
-HEAD = """
+HEAD = (
+    """
 import asyncio, ctypes, os, signal, subprocess, sys, threading, time
 
 HOME = os.getcwd()
@@ -30,18 +31,9 @@ def right(completions):
     assert os.getcwd() == HOME and sys.stdin.read() == ""
     print("still heard")
     return [len(text) for text in completions]
-
-def write_everywhere(line):
-    for number in range(3, 20):
-        try:
-            os.write(number, line)
-        except OSError:
-            pass
-
-class Silent(Exception):
-    def __str__(self): raise OSError
-
 """
+    + HOSTILE
+)
 # Name -> body of a function of `completions`, and what is found in the error.
 REFUSED = {
     "too_few": ("return [1.0]", "1 values for 2 responses"),

@@ -15,6 +15,18 @@ from pipeline.rewards.functions import RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Responses, RewardPool, Value
 
 MARK = "REWARD_TEST"  # a variable that all processes of a pool inherit
+# Source of what disturbs a worker: an error without a text, and bytes in all files that it has open.
+HOSTILE = """
+class Silent(Exception):
+    def __str__(self): raise OSError
+
+def write_everywhere(line):
+    for number in range(3, 20):
+        try:
+            os.write(number, line)
+        except OSError:
+            pass
+"""
 LIMIT_S = 0.5
 
 
