@@ -7,7 +7,8 @@ numbers in the file of --kept, from which alone `quality_report` writes its tabl
 `instructions` writes rows for step 3 with the reward function of that name to the work folder, and trains nothing;
 `gsm8k` writes those of GSM8K, `gsm8k_figures FILE ...` the figures of answers to them, and `gsm8k_keep` keeps these
 (gsm8k/answers.py). `gsm8k_runs --base FOLDER --recipes grpo ...` trains and asks the models of that report
-(gsm8k/runs.py).
+(gsm8k/runs.py). `gsm8k_tools`, `gsm8k_tool_runs` and `gsm8k_tool_figures` are those of the report with a calculator
+(gsm8k/tools.py).
 Flags behind `--` go to all of this project's commands.
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning import models, policies, quality, quality_report, report, rows
-from benchmarks.learning.gsm8k import answers, runs
+from benchmarks.learning.gsm8k import answers, runs, tools
 from benchmarks.learning.jobs import Jobs, Work
 from benchmarks.speed.jobs import with_underscores
 from pipeline.launching.machine import count_gpus
@@ -38,6 +39,9 @@ COMMANDS = (
     "gsm8k_figures",
     "gsm8k_keep",
     "gsm8k_runs",
+    "gsm8k_tools",
+    "gsm8k_tool_runs",
+    "gsm8k_tool_figures",
 )
 
 
@@ -107,6 +111,16 @@ def main() -> int:
         return 0
     if given.command == "gsm8k_runs":
         return min(jobs.each(list(runs.works(jobs, given.base, given.recipes, given.seeds, more))), 1)
+    if given.command == "gsm8k_tools":
+        tools.make(given.data, work / "data")
+        return 0
+    if given.command == "gsm8k_tool_runs":
+        if jobs.each(list(tools.starts(jobs, given.base))):
+            return 1
+        return min(jobs.each(list(tools.works(jobs, given.seeds, more))), 1)
+    if given.command == "gsm8k_tool_figures":
+        print(tools.report(work))
+        return 0
     if given.command == "report":
         report.write(work, given.output, given.title)
         return 0
