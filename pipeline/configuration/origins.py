@@ -1,25 +1,9 @@
 """The origin of the value of a flag, which says which of two values wins."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Self
-
-# Beginnings of an origin's text in a config.json without kinds, and what they stand for.
-OLD_TEXTS = (
-    ("default$", "DEFAULT"),
-    ("method ", "METHOD"),
-    ("auto: as .* has it|in place of .* in default$", "EARLIER_RUN"),
-    (r"in place of .*presets/[\w.-]+\.yaml$", "PRESET"),
-    ("in place of ", "FILE"),
-    ("auto: |--", "FOLLOWS"),
-    ("chosen for ", "PLAN"),
-    (r".*presets/[\w.-]+\.yaml$", "PRESET"),
-    (r".*\.json$", "DEEPSPEED_JSON"),
-    ("command line$", "COMMAND_LINE"),
-    ("", "FILE"),
-)
 
 
 class Kind(IntEnum):
@@ -81,14 +65,11 @@ class Origin:
 
     @classmethod
     def of_entry(cls, entry: Mapping[str, Any]) -> Self:
-        """Read a flag's entry of a config.json; versions before the kinds were written have only the text."""
+        """Read a flag's entry of a config.json; one without a kind, which no run writes, is as of a file."""
         recorded = entry.get("origin")
         if isinstance(recorded, dict) and str(recorded.get("kind")) in Kind.__members__:
             return cls(Kind[recorded["kind"]], str(recorded.get("source", "")), recorded.get("replaced"))
-        text = str(entry.get("from"))
-        kind = Kind[next(name for pattern, name in OLD_TEXTS if re.match(pattern, text))]
-        bare = kind in (Kind.DEFAULT, Kind.COMMAND_LINE)
-        return cls(kind, "" if bare else text.removeprefix(PREFIXES.get(kind, "")))
+        return cls(Kind.FILE, str(entry.get("from")))
 
 
 Origins = Mapping[str, Origin]

@@ -29,6 +29,7 @@ from pipeline.run.layout import candidates, done_file
 log = logging.getLogger(__name__)
 
 DONE = {"steps": int, "max_steps": int, "settings": dict, "inputs": dict, "sizes": dict}  # types of a complete record
+FIRST_WITH_KINDS = "d0a9914c"  # the first commit whose config.json has the kind of each origin
 RUN_FILES = (
     "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "row_values.jsonl", "rows.json",
     "done.json", "meaning.json", "automatic.yaml", "plan.json", "report.html", "report.md", "curves",
@@ -68,6 +69,16 @@ def checkpoint_state(run_folder: Path, resume: str) -> tuple[Path, dict[str, Any
     return run_folder, {}
 
 
+def check_format(checkpoint: Path) -> None:
+    """Raise InputError for a checkpoint of a commit that had other defaults and recorded no kinds of origins."""
+    flags = read_object(checkpoint.resolve().parents[1] / "config.json").values()
+    if any(isinstance(flag, dict) and "value" in flag and "origin" not in flag for flag in flags):
+        raise InputError(
+            f"{checkpoint}: written by an earlier commit, before {FIRST_WITH_KINDS}; resume it with that commit, which "
+            "env.json names, or start over with --overwrite"
+        )
+
+
 def earlier_settings(run_folder: Path, resume: str) -> dict[str, Any]:
     """Return the settings of the finished run of a folder, else of the checkpoint to resume from; {} for neither."""
     records = [read_object(done_file(run_folder))] if resume == "auto" else []
@@ -92,7 +103,7 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, Orig
     `auto` now: the others were chosen beside it. ZeRO stages that presets of earlier versions named count as chosen.
     """
     folder, state = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
-    table, settings = flag_table(type(resolved.config)), run_settings(folder.parents[1]) if state else {}
+    table, settings = flag_table(type(resolved.config)), run_settings(folder.resolve().parents[1]) if state else {}
     unset = {name: settings[name] for name in table if name in settings and is_unset(resolved, name, settings[name][1])}
     hardware = next((origin for _, origin in unset.values() if origin.kind is Kind.PLAN), DEFAULT)
     for name in flags_of_key(type(resolved.config), ZERO_STAGE):
@@ -171,6 +182,8 @@ def is_finished(run_folder: Path, config: StageConfig, *, ranks: int | None) -> 
         log.info("%s: its run is finished, but the model is gone; resuming from the last checkpoint", missing[0])
     if goes_on or missing:
         folder, state = checkpoint_state(run_folder, run.resumes_from)
+        if state:
+            check_format(folder)
         if 0 < run.max_steps < (step := state.get("step", 0)):
             raise InputError(
                 f"--max-steps {run.max_steps}: {folder} is of step {step} already; give a larger number, or take the "

@@ -23,33 +23,10 @@ def test_an_entry_of_a_runs_file_is_read_as_it_was_written(kind: Kind, tmp_path:
         assert run_settings(tmp_path) == {"seed": (3, origin)}
 
 
-@pytest.mark.parametrize(
-    ("text", "origin"),
-    [
-        ("default", Origin(Kind.DEFAULT)),
-        ("command line", Origin(Kind.COMMAND_LINE)),
-        ("method grpo, where functions alone reward", Origin(Kind.METHOD, "grpo, where functions alone reward")),
-        ("chosen for 2 x H100, 79.1 GiB each", Origin(Kind.PLAN, "2 x H100, 79.1 GiB each")),
-        ("auto: 50 x --actor-learning-rate", Origin(Kind.FOLLOWS, "auto: 50 x --actor-learning-rate")),
-        ("--train-batch-size 64 on 2 ranks", Origin(Kind.FOLLOWS, "--train-batch-size 64 on 2 ranks")),
-        ("in place of 2 in launch/presets/8b.yaml", Origin(Kind.PRESET, "in place of 2 in launch/presets/8b.yaml")),
-        ("in place of 8 in my/run.yaml", Origin(Kind.FILE, "in place of 8 in my/run.yaml")),
-        ("in place of 0 in default", Origin(Kind.EARLIER_RUN, "in place of 0 in default")),
-        ("defaults.yaml", Origin(Kind.FILE, "defaults.yaml")),
-        ("auto: as output/runs/ppo has it", Origin(Kind.EARLIER_RUN, "auto: as output/runs/ppo has it")),
-        ("launch/presets/1.3b.ppo.yaml", Origin(Kind.PRESET, "launch/presets/1.3b.ppo.yaml")),
-        ("conf/ds.json", Origin(Kind.DEEPSPEED_JSON, "conf/ds.json")),
-        ("my/run.yaml", Origin(Kind.FILE, "my/run.yaml")),
-    ],
-)
-def test_a_text_of_a_version_without_kinds_says_its_kind(text: str, origin: Origin) -> None:
-    assert Origin.of_entry({"value": 1, "from": text}) == origin
-    assert str(origin) == text
-
-
-def test_an_entry_that_is_no_entry_is_read_by_its_text() -> None:
-    for wrong in ("plan", {"kind": []}, {"kind": "OTHER"}, {}):
-        assert Origin.of_entry({"from": "default", "origin": wrong}) == Origin(Kind.DEFAULT)
+def test_an_entry_without_a_kind_is_as_of_a_file_that_its_text_names() -> None:
+    for wrong in ("plan", {"kind": []}, {"kind": "OTHER"}, {}, None):
+        for text in ("default", "chosen for 2 x H100", "my/run.yaml"):
+            assert Origin.of_entry({"from": text, "origin": wrong}) == Origin(Kind.FILE, text)
 
 
 def test_what_was_given_stands_above_what_was_computed() -> None:

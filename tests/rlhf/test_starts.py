@@ -13,6 +13,7 @@ from support.messages import naming
 from support.tiny_run import make_folder
 
 from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.origins import DEFAULT, Kind, Origin
 from pipeline.errors import InputError
 from rlhf.known_models import preset_of_size
 from rlhf.starts import start_lines
@@ -221,8 +222,8 @@ def test_a_hub_id_has_the_preset_of_its_size_where_it_is_in_the_cache(tmp_path, 
     run = tmp_path / "output/runs/ppo"
     run.mkdir(parents=True)
     (run / "done.json").write_text(json.dumps({"settings": {"seed": 1}}))
-    for began, expected in (("default", ""), ("launch/presets/small.yaml", "small.yaml")):
-        (run / "config.json").write_text(json.dumps({"max_answer_seq_len": {"value": 256, "from": began}}))
+    for began, expected in ((DEFAULT, ""), (Origin(Kind.PRESET, "launch/presets/small.yaml"), "small.yaml")):
+        (run / "config.json").write_text(json.dumps({"max_answer_seq_len": {"value": 256, **began.entry}}))
         assert [preset(planned(*words)) for words in ways] == [expected, expected]
     (snapshot / "config.json").unlink()
     assert [preset(planned(*words)) for words in ways] == ["small.yaml", "small.yaml"], "the cache was emptied"
@@ -231,10 +232,10 @@ def test_a_hub_id_has_the_preset_of_its_size_where_it_is_in_the_cache(tmp_path, 
 @pytest.mark.parametrize(
     ("began", "expected"),
     [
-        ("launch/presets/1.3b.yaml", "1.3b.yaml"),
-        ("launch/presets/1.3b.ppo.yaml", "1.3b.yaml"),
-        ("launch/presets/1.3b.sft.yaml", ""),
-        ("default", ""),
+        (Origin(Kind.PRESET, "launch/presets/1.3b.yaml"), "1.3b.yaml"),
+        (Origin(Kind.PRESET, "launch/presets/1.3b.ppo.yaml"), "1.3b.yaml"),
+        (Origin(Kind.PRESET, "launch/presets/1.3b.sft.yaml"), ""),
+        (DEFAULT, ""),
     ],
 )
 def test_a_run_that_began_with_another_preset_goes_on_with_it(tmp_path, began, expected):
@@ -242,7 +243,7 @@ def test_a_run_that_began_with_another_preset_goes_on_with_it(tmp_path, began, e
     words = ("--step", "3", "--ppo.actor-model-name-or-path", weights(tmp_path / "model", {"a": [135 * 10**6]}))
     run = tmp_path / "output/runs/ppo"
     run.mkdir(parents=True)
-    (run / "config.json").write_text(json.dumps({"max_answer_seq_len": {"value": 256, "from": began}}))
+    (run / "config.json").write_text(json.dumps({"max_answer_seq_len": {"value": 256, **began.entry}}))
     assert preset(planned(*words)) == "small.yaml", "nothing is there to go on from"
     (run / "done.json").write_text(json.dumps({"settings": {"seed": 1}}))
     assert preset(planned(*words)) == expected

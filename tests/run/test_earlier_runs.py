@@ -8,7 +8,7 @@ from support.messages import naming, refusal
 from support.saved_state import write_state
 
 from pipeline.configuration.flags import parse
-from pipeline.configuration.origins import Kind, Origin
+from pipeline.configuration.origins import DEFAULT, Kind, Origin
 from pipeline.configuration.resume_rules import check_resumed, differences, record_of, values_by_rule
 from pipeline.errors import InputError
 from pipeline.files import OURS, check_replaceable
@@ -210,6 +210,21 @@ def test_the_checkpoint_that_is_named_is_compared(tmp_path):
     (line, _) = refused(run, sft(tmp_path, resume=named))
     assert line == naming("--seed ... 1234 ... checkpoint ... 7")
     assert not is_finished(run, sft(tmp_path, seed=7, resume=named), ranks=1)
+
+
+def test_a_checkpoint_of_a_commit_without_kinds_of_origins_is_refused_in_one_line(tmp_path):
+    run = tmp_path / "runs"
+    named = save_checkpoint(run, sft(tmp_path))
+    entry = {"value": 1234, "from": "default"}
+    for written, is_refused in (({"seed": entry}, True), ({"seed": entry | DEFAULT.entry}, False), ({}, False)):
+        (run / "config.json").write_text(json.dumps(written))
+        for flags in ({}, {"resume": named}, {"force_resume": "true"}):
+            if is_refused:
+                (line,) = refused(run, sft(tmp_path, **flags))
+                assert line == naming(f"{named} ... earlier commit ... d0a9914c ... env.json ... --overwrite")
+            else:
+                assert not is_finished(run, sft(tmp_path, **flags), ranks=1)
+        assert not is_finished(run, sft(tmp_path, overwrite="true"), ranks=1)
 
 
 def test_a_checkpoint_that_is_damaged_is_passed_over_as_a_resume_does(tmp_path):

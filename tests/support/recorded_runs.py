@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.configuration.flags import parse
+from pipeline.configuration.origins import COMMAND_LINE, DEFAULT
 from pipeline.run.outcome import write_outcome
 from pipeline.training.meaning import write_meaning
 from pipeline.training.metrics import Metric, MetricsWriter
@@ -85,8 +86,8 @@ def record(
     folder.mkdir(parents=True)
     run: Any = SimpleNamespace(stage=kind, resolved=resolved, folder=folder, world=SimpleNamespace(size=1))
     write_meaning(run, METRICS[stage], start_step=-1, total_steps=total or steps)
-    content = {"value": None, "from": "default"}
-    given = {name: {"value": value, "from": "command line"} for name, value in flags.items()}
+    content = {"value": None, **DEFAULT.entry}
+    given = {name: {"value": value, **COMMAND_LINE.entry} for name, value in flags.items()}
     (folder / "config.json").write_text(json.dumps({"seed": content} | given))
     command = [f"{kind.package}/main.py", "--seed", "1 2"]
     (folder / "env.json").write_text(json.dumps({"stage": stage, "device": "cpu", "num_ranks": 1, "command": command}))
