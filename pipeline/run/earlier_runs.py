@@ -32,7 +32,7 @@ DONE = {"steps": int, "max_steps": int, "settings": dict, "inputs": dict, "sizes
 FIRST_WITH_KINDS = "d0a9914c"  # the first commit whose config.json has the kind of each origin
 RUN_FILES = (
     "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "row_values.jsonl", "rows.json",
-    "done.json", "meaning.json", "automatic.yaml", "plan.json", "report.html", "report.md", "curves",
+    "done.json", "meaning.json", "plan.json", "report.html", "report.md", "curves",
 )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from pipeline.files import RUN_LOCK
 CHECKPOINT = re.compile(r"step-[0-9]+|\.step-[0-9]+\.old")
 # Names that a start creates in a run's folder before `environment_file`. It also creates hidden files.
 START_NAMES = {
-    RUN_LOCK, "heartbeat", "outcome", "log", "log.txt", "automatic.yaml", "automatic.json", "auto_batch",
-    "auto_measure", "autotuning", "reference.safetensors", "deepspeed",
+    RUN_LOCK, "heartbeat", "outcome", "log", "log.txt", "auto_measure", "autotuning", "reference.safetensors",
+    "deepspeed",
 }  # fmt: skip
 
 

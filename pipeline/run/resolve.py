@@ -7,21 +7,16 @@ GPU, the models are known. They set what is unset. `RANK_RULES` and the plan of 
 was given; a note or the origin says so.
 """
 
-import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.configuration.flag_table import AUTO
-from pipeline.configuration.flags import load_yaml
 from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.rank_rules import (
     GENERATED,
-    MICRO,
     RANK_RULES,
     ROLLOUT,
-    STEPS,
     Choice,
     in_place,
     says_rollout,
@@ -30,10 +25,9 @@ from pipeline.configuration.resolved import Resolved, Rule, applied
 from pipeline.configuration.resume_rules import PROMPTS, defaults_of, values_before
 from pipeline.configuration.stage import Stage
 from pipeline.errors import dashed
-from pipeline.files import readable
 from pipeline.run.data_split import data_splits
 from pipeline.run.earlier_runs import checkpoint_state, earlier_settings
-from pipeline.run.evaluations import Settings, run_settings
+from pipeline.run.evaluations import Settings
 
 Choose = Callable[[Stage, Resolved], Choice]
 
@@ -137,28 +131,6 @@ def with_earlier_defaults(resolved: Resolved, command: Command) -> Resolved:
     return where_unset(resolved, {name: (command.earlier.get(name, value), origin) for name, value in before.items()})
 
 
-def with_earlier_search(resolved: Resolved, command: Command) -> Resolved:
-    """Return the settings with what --auto-fit and --auto-batch of earlier versions chose for the run that resumes.
-
-    They wrote it as a preset, with a comment of the values that were given for these flags. Other values that are given
-    now win over it; a micro-batch and its accumulation win or give way together.
-    """
-    file = command.folder / "automatic.yaml"
-    if resolved.config.run.auto == "plan" or not file.is_file() or not command.earlier:
-        return resolved
-    comment = re.search("^# In place of: (.*)", readable(file).read_text(encoding="utf-8"), re.MULTILINE)
-    given, values, before = json.loads(comment[1]) if comment else {}, resolved.values, run_settings(command.folder)
-    chosen = {
-        name: value
-        for name, value in load_yaml(str(file)).items()
-        if name in before and before[name][0] == value  # else the run does not have it
-        if not resolved.is_given(name) or values[name] in (value, given.get(name))
-    }
-    if not {MICRO, STEPS} <= chosen.keys():
-        chosen = {name: value for name, value in chosen.items() if name not in (MICRO, STEPS)}
-    return resolved.changed(chosen, dict.fromkeys(chosen, Origin(Kind.FILE, str(file))))
-
-
 def with_plan(resolved: Resolved, planned: Planned) -> Resolved:
     """Return the settings with the plan's choice, and with what follows from it on so many ranks."""
     return planned.choice.of(resolved, planned.ranks)
@@ -184,7 +156,6 @@ COMMAND_RULES: tuple[Rule[Command], ...] = (
     Rule(with_lora_rates, "In stage 3 LoRA's learning rates become multiples of those of all weights."),
     Rule(with_earlier_decisions, "A run that resumes has what it decided for `auto` in flags of stage 3."),
     Rule(with_earlier_defaults, "A run that resumes has its values of flags whose default has changed since."),
-    Rule(with_earlier_search, "With `--auto fit` or `measure` it has what a search of an earlier version chose."),
 )
 PLAN_RULES: tuple[Rule[Planned], ...] = (
     Rule(

@@ -169,8 +169,7 @@ def test_a_start_that_is_killed_at_any_moment_is_followed_by_the_same_command(tm
 
 LEFT = {
     "a supervisor that searched": ["run.lock", "auto_measure/output.txt"],
-    "a supervisor of before that searched": ["run.lock", "automatic.yaml", "auto_batch/output.txt"],
-    "a search of DeepSpeed": ["run.lock", "autotuning/run/x", "automatic.json"],
+    "a search of DeepSpeed": ["run.lock", "autotuning/run/x"],
     "ranks that compute a reference": ["run.lock", "heartbeat/rank-0.json", "log.txt", "reference.safetensors"],
     "a rank of another host": [".probe-1", "heartbeat/rank-1.json", "log/rank-1.txt"],
     "monitors of DeepSpeed": ["run.lock", "log/rank-0.txt", "deepspeed/csv/x.csv"],

@@ -180,18 +180,6 @@ def test_another_rank_has_the_values_their_origins_and_the_choice_of_rank_0(monk
     assert {found.origins[name].kind for name in before} == {Kind.EARLIER_RUN}
 
 
-def test_what_was_searched_before_is_taken_with_auto_fit_or_measure_alone():
-    micro, steps = "per_device_train_batch_size", "gradient_accumulation_steps"
-    save("sft", "")
-    entry = {"value": 4, "from": "run/automatic.yaml"}
-    Path("run/config.json").write_text(json.dumps({micro: entry, steps: entry}))
-    Path("run/automatic.yaml").write_text(f"{micro}: 4\n{steps}: 4\n")
-    sizes = [getattr(read("sft", f"--auto {way}").config.optimizer, micro) for way in ("fit", "measure", "plan")]
-    assert sizes == [4, 4, 16]
-    given = read("sft", "--auto fit --per-device-train-batch-size 8").config.optimizer
-    assert given.gradient_accumulation_steps == 1, "it belongs to its micro-batch"
-
-
 def test_a_plan_knows_how_many_answers_of_the_last_run_were_unfinished(folder):
     assert unfinished_answers(folder) == naming("first rollout logs how many")
     lines = [{"step": 0, "eval_completions/truncated_fraction": 0.9}, {"step": 1, "loss": 2.0}]
