@@ -17,8 +17,8 @@ MEANINGS = {
     Kind.PRESET: ("The preset of the model, or `--preset`.", "launch/presets/8b.yaml"),
     Kind.DEEPSPEED_JSON: ("The JSON file of `--deepspeed-config`.", "ds.json"),
     Kind.EARLIER_RUN: (
-        "The run that resumes: its rollout size, and flags whose default has changed since.",
-        "auto: as output/runs/ppo has it",
+        "The run that resumes: its rollout size.",
+        "in place of 0 in default",
     ),
     Kind.PLAN: ("The plan, for flags that are `auto` on a GPU.", "1 x NVIDIA H100, 79.1 GiB each"),
     Kind.FOLLOWS: ("Another flag, from which the value is computed.", "--train-batch-size 64 on 2 ranks"),

@@ -78,8 +78,6 @@ class Rules:
     per_stage: one value is not right for several stages: `rlhf train` takes it for a single one.
     auto: where it is not given, or is `auto`, the plan of a run on GPUs chooses the value; the default is a CPU's.
     auto_is: where it is not given, or is `auto`, the run chooses the value by other flags: these words say how.
-    before: the value of versions without the flag, or with another default. A run that resumes retains its
-    checkpoint's value, or this one where that has none, unless somebody gives the flag.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -102,7 +100,6 @@ class Rules:
     per_stage: bool = False
     auto: bool = False
     auto_is: str = ""
-    before: Any = None
 
 
 RULES = TypeAdapter(Rules)

@@ -209,7 +209,6 @@ class ModelConfig(Group):
         needs="--lora-dim",
         per_stage=True,
         auto_is="2e-4 in stages 1 and 2, in stage 3 a multiple of the learning rate of all other weights",
-        before=5e-4,
     )
 
     @property

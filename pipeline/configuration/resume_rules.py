@@ -59,21 +59,16 @@ def memory_flags(config: BaseModel) -> dict[str, Any]:
 
 
 def defaults_of(config: BaseModel) -> dict[str, Any]:
-    """Return what stands for each flag that a run does not name: its default, or what older versions did."""
+    """Return what stands for each flag that a run does not name: the default that it has or had."""
     table = flag_table(type(config))
     gone = {name: one.default for name, one in removed_flags(config).items()}
     defaults = {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
-    return gone | defaults | values_before(config)
+    return gone | defaults
 
 
 def removed_flags(config: BaseModel) -> dict[str, Removed]:
     """Return the flags of earlier versions that are gone."""
     return {name: one for flag in flag_table(type(config)).values() for name, one in flag.removed.items()}
-
-
-def values_before(config: BaseModel) -> dict[str, Any]:
-    """Return {flag: what older versions did} of flags that they did not know, or whose default was another one."""
-    return {name: flag.before for name, flag in flag_table(type(config)).items() if flag.before is not None}
 
 
 def batch_sizes(config: StageConfig, ranks: int) -> dict[str, int]:

@@ -22,7 +22,7 @@ from pipeline.configuration.rank_rules import (
     says_rollout,
 )
 from pipeline.configuration.resolved import Resolved, Rule, applied
-from pipeline.configuration.resume_rules import PROMPTS, defaults_of, values_before
+from pipeline.configuration.resume_rules import PROMPTS
 from pipeline.configuration.stage import Stage
 from pipeline.errors import dashed
 from pipeline.run.data_split import data_splits
@@ -97,19 +97,15 @@ def with_data_split(resolved: Resolved, command: Command) -> Resolved:
 def with_earlier_rollout(resolved: Resolved, command: Command) -> Resolved:
     """Return the settings with the rollouts of the checkpoint that a run resumes from, where no flag says their size.
 
-    Prompts that are sampled at once, given by hand, say it in a new run alone. A checkpoint of a version without
-    --rollout-batch-size has those that its other flags, or their defaults, made.
+    Prompts that are sampled at once, given by hand, say it in a new run alone.
     """
-    if ROLLOUT not in resolved.origins or says_rollout(resolved):
+    if ROLLOUT not in resolved.origins or says_rollout(resolved) or not resolved.origins[GENERATED].is_by_hand:
         return resolved
     folder, saved = checkpoint_state(command.folder, resolved.config.run.resumes_from)
-    is_older = ROLLOUT not in saved.get("layout", {})
-    prompts = saved.get("sizes", {}).get(PROMPTS, 0) if is_older or resolved.origins[GENERATED].is_by_hand else 0
-    responses = prompts * resolved.config.sampling.num_samples_per_prompt
+    responses = saved.get("sizes", {}).get(PROMPTS, 0) * resolved.config.sampling.num_samples_per_prompt
     if responses == resolved.values[ROLLOUT]:
         return resolved
-    why = f"as {folder} has it{', of a version without this flag' * is_older}"
-    return in_place(resolved, {ROLLOUT: responses}, why, Kind.EARLIER_RUN)
+    return in_place(resolved, {ROLLOUT: responses}, f"as {folder} has it", Kind.EARLIER_RUN)
 
 
 def with_lora_rates(resolved: Resolved, command: Command) -> Resolved:
@@ -119,16 +115,8 @@ def with_lora_rates(resolved: Resolved, command: Command) -> Resolved:
 
 def with_earlier_decisions(resolved: Resolved, command: Command) -> Resolved:
     """Return the settings with what the run that resumes has decided where a flag of the stage says `auto`."""
-    config, saved = resolved.config, command.earlier
-    earlier = {**defaults_of(config), **saved} if saved else {}
-    return with_decided(resolved, {name: earlier[name] for name in config.auto_flags if name in earlier})
-
-
-def with_earlier_defaults(resolved: Resolved, command: Command) -> Resolved:
-    """Return the settings with what the run that resumes has of flags whose default was another one before."""
-    before = values_before(resolved.config) if command.earlier else {}
-    origin = Origin(Kind.EARLIER_RUN, f"auto: as {command.folder} has it")
-    return where_unset(resolved, {name: (command.earlier.get(name, value), origin) for name, value in before.items()})
+    earlier = command.earlier
+    return with_decided(resolved, {name: earlier[name] for name in resolved.config.auto_flags if name in earlier})
 
 
 def with_plan(resolved: Resolved, planned: Planned) -> Resolved:
@@ -151,11 +139,11 @@ COMMAND_RULES: tuple[Rule[Command], ...] = (
     ),
     Rule(
         with_earlier_rollout,
-        "A run that resumes has the rollouts of its checkpoint where no flag gives their size.",
+        "A run that resumes has the rollouts of its checkpoint where only a `--per-device-generation-batch-size` of "
+        "yours says their size.",
     ),
     Rule(with_lora_rates, "In stage 3 LoRA's learning rates become multiples of those of all weights."),
     Rule(with_earlier_decisions, "A run that resumes has what it decided for `auto` in flags of stage 3."),
-    Rule(with_earlier_defaults, "A run that resumes has its values of flags whose default has changed since."),
 )
 PLAN_RULES: tuple[Rule[Planned], ...] = (
     Rule(

@@ -82,7 +82,6 @@ class SamplingConfig(Group):
         "Most tokens of a response, EOS included",
         ge=1,
         auto_is="256, or 512 where functions alone reward",
-        before=256,
         other_tools="max_new_tokens response_length max_completion_length",
     )
     temperature: float = flag(1.0, "Divisor of the logits in sampling and in all log-probabilities", gt=0)
@@ -162,7 +161,6 @@ class PPOCoefficients(Group):
         "or a response (sequence). "
         "truncate: at most --off-policy-cap; mask: 0 outside --off-policy-low to the cap; geometric_mask: 1 or 0, by "
         "the geometric mean of a response; auto: token_truncate if adapters are merged in 16 bits, else none",
-        before="none",
     )
     off_policy_cap: float = flag(2.0, "Largest off-policy weight", gt=0, excludes="--off-policy-weights none")
     off_policy_low: float = flag(
@@ -228,7 +226,7 @@ class PPOCoefficients(Group):
     kl_coef: float = flag(
         0.1, "Weight of the KL penalty; its initial value with --kl-target", ge=0, other_tools="init_kl_coef beta"
     )
-    log_kl: bool = flag(False, "Log objective/kl at --kl-coef 0 too, which loads the reference", before=True)
+    log_kl: bool = flag(False, "Log objective/kl at --kl-coef 0 too, which loads the reference")
     kl_estimator: Literal["k1", "k2", "k3", "reverse_kl", "forward_kl", "jsd"] = flag(
         "k1",
         "Estimator of the KL per token. reverse_kl, forward_kl and jsd are exact, from the whole distributions: with "

@@ -97,7 +97,7 @@ def test_each_kind_of_origin_is_on_the_page_from_the_strongest() -> None:
         "run",
         "launch/presets/",
         "ds.json",
-        "auto: as",
+        "in place of",
         "chosen for",
         "--",
         "method",

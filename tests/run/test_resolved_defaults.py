@@ -1,4 +1,4 @@
-"""Defaults that follow from other flags, LoRA's rate and the length of an answer; runs from before keep theirs."""
+"""Defaults that follow from other flags, LoRA's rate and the length of an answer; other ones are refused by name."""
 
 import json
 from pathlib import Path
@@ -9,20 +9,24 @@ from support.messages import naming
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flag_checks import idle_flags
+from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.resolved import Resolved
-from pipeline.configuration.resume_rules import check_resumed, defaults_of, record_of, values_by_rule
-from pipeline.errors import InputError
+from pipeline.configuration.resume_rules import check_resumed, defaults_of, differences, record_of, values_by_rule
+from pipeline.errors import InputError, dashed
+from pipeline.files import read_object
 from pipeline.preparation.dry_run import show_flags
 from pipeline.preparation.stage_entry import read_flags
 from pipeline.run import run as run_module
 from pipeline.run.earlier_runs import checkpoint_state
 from pipeline.run.evaluations import unfinished_answers
+from pipeline.run.layout import done_file
 from pipeline.run.resolve import not_given, with_choice
 from rlhf.stages import stage_of
 from rlhf.train_plan import make_plan
 from step3_dpo.config import LORA_FACTOR as OF_DPO
+from step3_ppo.config import PPOConfig
 from step3_ppo.flags.methods import LORA_FACTOR, PPO_LORA_FACTOR
 
 RANK = {"sft": "--lora-dim 8", "reward": "--lora-dim 8", "dpo": "--lora-dim 8", "ppo": "--actor-lora-dim 8"}
@@ -49,9 +53,9 @@ def values(section: str, words: str = "") -> dict[str, object]:
     return values_by_rule(read(section, words).config, "same")
 
 
-def save(section: str, words: str, *, done: bool = False, without: tuple[str, ...] = (), **changes: object) -> None:
-    """Leave a finished run, or its checkpoint, with these flags and `changes`, without flags that it does not know."""
-    settings = {name: value for name, value in (values(section, words) | changes).items() if name not in without}
+def save(section: str, words: str, *, done: bool = False, **changes: object) -> None:
+    """Leave a finished run, or its checkpoint, with these flags and `changes`."""
+    settings = values(section, words) | changes
     record = Path("run/done.json" if done else "run/checkpoints/step-3/state.json")
     record.parent.mkdir(parents=True)
     Path("run/run.lock").touch()
@@ -118,7 +122,7 @@ def test_a_preset_says_how_long_answers_are():
     assert read("ppo", f"{GRPO} --preset preset.yaml").config.sampling.max_answer_seq_len == 32
 
 
-CASES = [  # section, words, what the run from before has
+CASES = [  # section, words, what a run of before these defaults has, and now has by its record alone
     ("dpo", RANK["dpo"], {"lora_learning_rate": OLD_RATE}),
     ("dpo", RANK["dpo"], {"lora_learning_rate": 5e-6}),  # of a preset, which does not say it any more
     ("dpo", "", {"lora_learning_rate": OLD_RATE}),
@@ -128,19 +132,22 @@ CASES = [  # section, words, what the run from before has
 ]
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "without the flags", "finished"])
+@pytest.mark.parametrize("kind", ["checkpoint", "finished"])
 @pytest.mark.parametrize(("section", "words", "before"), CASES)
-def test_a_run_from_before_goes_on_with_its_values(section, words, before, kind):
-    without = tuple(before) if kind == "without the flags" and 5e-6 not in before.values() else ()
-    save(section, words, done=kind == "finished", without=without, **before)
+def test_a_run_of_another_default_is_refused_by_the_flags_name(section, words, before, kind):
+    """Also where the flag is not given: the run goes on by a command that gives the recorded values."""
+    save(section, words, done=kind == "finished", **before)
     resolved = read(section, words)
     found = values_by_rule(resolved.config, "same")
-    assert {name: found[name] for name in before} == before
-    assert all(str(resolved.origins[name]) == "auto: as run has it" for name in before)
-    if kind != "finished":
-        check_resumed(*checkpoint_state(Path("run"), "auto"), record_of(resolved.config, None, "same"), resolved.config)
-    assert not list(idle_flags(resolved.config, resolved.origins))
-    assert values(section, f"{words} --resume never") != found, "a new run has the new values"
+    assert all(found[name] != value and not resolved.is_given(name) for name, value in before.items())
+    record = read_object(done_file(Path("run"))) if kind == "finished" else checkpoint_state(Path("run"), "auto")[1]
+    now = record_of(resolved.config, None, "same")
+    lines = list(differences(record, now, resolved.config))
+    assert all(
+        line == naming(f"{found[name]} ... {before[name]}") for name, line in zip(sorted(before), lines, strict=False)
+    )
+    given = read(section, " ".join([words, *(f"{dashed(name)} {value}" for name, value in before.items())]))
+    assert list(differences(record, record_of(given.config, None, "same"), given.config)) == []
 
 
 def test_a_value_that_is_given_is_compared_with_that_of_the_run():
@@ -150,34 +157,35 @@ def test_a_value_that_is_given_is_compared_with_that_of_the_run():
         check_resumed(*checkpoint_state(Path("run"), "auto"), record_of(resolved.config, None, "same"), resolved.config)
 
 
-def test_what_a_checkpoint_does_not_know_is_what_older_versions_did():
-    defaults = defaults_of(read("ppo", GRPO).config)
-    assert defaults["max_answer_seq_len"] == OLD_LENGTH and defaults["off_policy_weights"] == "none"
-    assert defaults["actor_lora_learning_rate"] == defaults["critic_lora_learning_rate"] == OLD_RATE
+def test_a_flag_that_a_checkpoint_does_not_know_had_the_default_of_now():
+    table, defaults = flag_table(PPOConfig), defaults_of(read("ppo", GRPO).config)
+    for name in ("max_answer_seq_len", "off_policy_weights", "actor_lora_learning_rate", "log_kl"):
+        assert defaults[name] == table[name].default
 
 
 def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch):
-    stage, words = stage_of("dpo"), RANK["dpo"]
-    elsewhere = read("dpo", words)
-    save("dpo", words, lora_learning_rate=OLD_RATE)
-    of_rank_0 = not_given(read("dpo", words))
+    stage = stage_of("ppo")
+    elsewhere = read("ppo", GRPO)
+    save("ppo", GRPO, old_log_probs="trainer")
+    of_rank_0 = not_given(read("ppo", GRPO))
     dist = SimpleNamespace(on_main=lambda work: of_rank_0 if isinstance(work(), dict) else work())
     monkeypatch.setattr(run_module.dist, "on_main", dist.on_main)
     found, _ = with_choice(stage, elsewhere, lambda stage, resolved: Choice(), 1)
-    assert found.config.model.lora_learning_rate == OLD_RATE != elsewhere.config.model.lora_learning_rate
+    assert found.config.ppo.old_log_probs == "trainer" != elsewhere.config.ppo.old_log_probs
 
 
 def test_another_rank_has_the_values_their_origins_and_the_choice_of_rank_0(monkeypatch):
     """It sees no earlier run; rank 0 alone plans, beside what nobody gave as it has that."""
     words = f"{GRPO} {RANK['ppo']}"
-    elsewhere, before = read("ppo", words), {"actor_lora_learning_rate": OLD_RATE, "max_answer_seq_len": OLD_LENGTH}
-    save("ppo", words, **before, old_log_probs="trainer")
+    elsewhere, before = read("ppo", words), {"off_policy_weights": "token_truncate", "old_log_probs": "trainer"}
+    save("ppo", words, **before)
     of_rank_0, plan = read("ppo", words), Choice({"actor_gradient_checkpointing": True}, Origin(Kind.PLAN, "2 x GPU"))
     answers = iter((not_given(of_rank_0), plan))
     monkeypatch.setattr(run_module.dist, "on_main", lambda work: next(answers))
     found, choice = with_choice(stage_of("ppo"), elsewhere, lambda *_: pytest.fail("it plans by itself"), 2)
     assert choice == plan and found.values == plan.of(of_rank_0, 2).values
-    assert {found.origins[name].kind for name in before} == {Kind.EARLIER_RUN}
+    assert {name: found.values[name] for name in before} == before
+    assert {found.origins[name].kind for name in before} == {Kind.FOLLOWS}
 
 
 def test_a_plan_knows_how_many_answers_of_the_last_run_were_unfinished(folder):

@@ -217,47 +217,27 @@ def test_a_command_that_gives_a_wrong_size_ends_with_2_and_one_line(tmp_path, ca
 # --- a run that goes on ---
 
 
-def made_older(checkpoint: Path, *, prompts: int | None = None) -> None:
-    """Leave out of a checkpoint, and of its run's settings, what a version without the flag did not write."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    del state["layout"]["rollout_batch_size"]
-    state["layout"]["generation_batches"] = 1
-    state["sizes"]["prompts of a rollout"] = prompts or state["sizes"]["prompts of a rollout"]
-    write_state(checkpoint, state)
-    file = checkpoint.parents[1] / "config.json"
-    if file.is_file():
-        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if "rollout_batch" not in k}))
-
-
-def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp_path):
+def test_a_run_that_goes_on_with_fewer_prompts_at_once_keeps_its_rollouts_on_any_number_of_ranks(tmp_path):
     words = ["--per-device-train-batch-size", "4", "--output-dir", str(tmp_path / "out"), "--data-split", "none"]
     resolved = read_flags(STAGE, words)
     checkpoint = STAGE.run_folder(resolved.config.run) / "checkpoints/step-3"
     sizes = {"rows of an optimizer step": 8, "prompts of a rollout": 32}  # of 2 ranks with 16 prompts at once
-    write_state(
-        checkpoint, {"step": 3, "settings": {"data_split": "none"}, "sizes": sizes, "layout": {"generation_batches": 1}}
-    )
+    write_state(checkpoint, {"step": 3, "settings": {"data_split": "none"}, "sizes": sizes, "layout": {}})
     (checkpoint.parents[1] / "env.json").write_text(json.dumps({"stage": "ppo", "versions": {}}))
-    found = read_flags(STAGE, words)
-    assert found.config.sampling.rollout_batch_size == 32
+    found = read_flags(STAGE, [*words, *f"{GENERATED} 3".split()])
     assert not_given(found)["rollout_batch_size"][0] == 32, "hosts that do not see the checkpoint are told"
-    note = naming(f"--rollout-batch-size 32 ... 0 (default) ... {checkpoint}")
-    assert with_ranks(found, 2).notes == (note,)
-    config = with_ranks(found, 2).config
-    assert config.rollout_size(2).prompts == 32 and config.rollout_size(2).steps == 4
-    assert not is_finished(checkpoint.parents[1], config, ranks=2)
-    for more, prompts in (("--overwrite", 8), (f"{GENERATED} 16", 32), ("--rollout-batch-size 16", 16)):
-        given = with_ranks(read_flags(STAGE, [*words, *more.split()]), 2)
-        assert given.config.rollout_size(2).prompts == prompts, "what is given by hand holds"
-    with pytest.raises(InputError, match=naming("prompts of a rollout ... 16 ... checkpoint ... 32")):
-        is_finished(checkpoint.parents[1], given.config, ranks=2)
-    write_state(checkpoint, {"step": 3, "sizes": sizes, "layout": {"rollout_batch_size": 0}})
     for ranks in (1, 2):
-        kept = with_ranks(read_flags(STAGE, [*words, *f"{GENERATED} 3".split()]), ranks)
+        kept = with_ranks(found, ranks)
         assert kept.config.rollout_size(ranks).prompts == 32, "fewer at once, on any number of ranks"
         assert kept.notes == (naming(f"--rollout-batch-size 32 ... 0 (default) ... {checkpoint}"),)
-    write_state(checkpoint, {"step": 3, "sizes": sizes, "layout": {"rollout_batch_size": 32}})
-    assert read_flags(STAGE, words).config.sampling.rollout_batch_size == 0, "a version that has the flag: as any other"
+    assert kept.config.rollout_size(2).steps == 4 and not is_finished(checkpoint.parents[1], kept.config, ranks=2)
+    assert read_flags(STAGE, words).config.sampling.rollout_batch_size == 0, "without them it is compared"
+    for more, prompts in (("", 8), ("--overwrite", 8), (f"{GENERATED} 16", 32), ("--rollout-batch-size 16", 16)):
+        given = with_ranks(read_flags(STAGE, [*words, *more.split()]), 2)
+        assert given.config.rollout_size(2).prompts == prompts, "what is given by hand holds"
+        if prompts != 32 and more != "--overwrite":
+            with pytest.raises(InputError, match=naming(f"prompts of a rollout ... {prompts} ... checkpoint ... 32")):
+                is_finished(checkpoint.parents[1], given.config, ranks=2)
 
 
 @pytest.mark.parametrize("changes", ["", "--actor-zero-stage 1"])
@@ -298,28 +278,20 @@ def losses(out: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_an_older_version_goes_on_with_the_rollouts_that_it_has(folder, tmp_path, capsys):
-    """Its flags had no size of rollouts: the defaults were 16 prompts, four optimizer steps of 4 rows."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert trained(folder, whole, 10, f"{GENERATED} 16") == 0, "an old command line"
-    assert trained(folder, parts, 6, "--rollout-batch-size 16") == 0
-    for name in ("step-3", "step-6"):
-        made_older(parts / "runs/ppo/checkpoints" / name)
-    capsys.readouterr()
-    assert trained(folder, parts, 10, "--rollout-batch-size 8") == 2
-    assert naming("prompts of a rollout ... 8 ... checkpoint ... 16") in capsys.readouterr().err.splitlines()
-    assert trained(folder, parts, 7, "--rollout-batch-size 16") == 0, "the same product passes"
-    made_older(parts / "runs/ppo/checkpoints/step-7")
-    assert trained(folder, parts, 10) == 0, "step 7 is within a rollout"
-    assert losses(parts) == losses(whole) and len(losses(whole)) == 10
-    few = tmp_path / "few"
+def test_a_run_goes_on_with_its_rollouts_by_other_prompts_at_once_and_refuses_another_size(folder, tmp_path, capsys):
+    whole, few = tmp_path / "whole", tmp_path / "few"
+    assert trained(folder, whole, 10, f"{GENERATED} 16") == 0
     assert trained(folder, few, 6, f"{GENERATED} 16") == 0 and trained(folder, few, 7, f"{GENERATED} 16") == 0
     assert "other settings" not in (few / "runs/ppo/log.txt").read_text(), "the same command"
+    capsys.readouterr()
+    assert trained(folder, few, 10, "--rollout-batch-size 8") == 2
+    assert naming("prompts of a rollout ... 8 ... checkpoint ... 16") in capsys.readouterr().err.splitlines()
+    assert trained(folder, few, 8, "--rollout-batch-size 16") == 0, "the same product passes"
     assert trained(folder, few, 10, f"{GENERATED} 3") == 0
     assert losses(few) == pytest.approx(losses(whole), rel=1e-5), "fewer prompts at once, the same rollouts"
     assert trained(folder, tmp_path / "new", 2, "--rollout-batch-size 16") == 0
     capsys.readouterr()
-    assert trained(folder, tmp_path / "new", 4) == 2, "a version that has the flag: the same flags"
+    assert trained(folder, tmp_path / "new", 4) == 2, "without the flag"
     assert naming("prompts of a rollout ... 4 ... checkpoint ... 16") in capsys.readouterr().err.splitlines()
 
 

@@ -12,17 +12,14 @@ from support.saved_state import write_state
 from support.tiny_run import read_metrics
 
 from benchmarks.speed.planned import planner_of
-from pipeline import dist
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flags import parse
-from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import batch_sizes, memory_flags, values_by_rule
 from pipeline.errors import InputError
 from pipeline.preparation.stage_entry import read_flags
 from pipeline.reporting.page import write_report
 from pipeline.run.earlier_runs import is_finished
-from pipeline.run.resolve import not_given, with_choice
 from step3_ppo.config import PPOConfig
 from step3_ppo.stage import STAGE
 
@@ -100,34 +97,20 @@ def trained(folder: Path, out: Path, **changes: Any) -> int:
     return run_ppo(words(folder, out, **changes))
 
 
-def made_older(checkpoint: Path) -> None:
-    """Leave out of a checkpoint what a version without the flag did not write."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    del state["settings"]["log_kl"]
-    write_state(checkpoint, state)
-
-
-def test_a_checkpoint_says_whether_its_run_has_one_where_nobody_does(folder, tmp_path, monkeypatch):
+def test_a_checkpoint_that_does_not_know_the_flag_had_no_reference_at_weight_0(folder, tmp_path):
+    """As it has none now: a run with one is another run, with one line that names the flag."""
     config = resolved_of(folder, tmp_path).config
     checkpoint = STAGE.run_folder(config.run) / "checkpoints/step-1"
-    settings = values_by_rule(config, "same")
-    sizes, layout = batch_sizes(config, 1), {"rollout_batch_size": 8}
-    write_state(checkpoint, {"step": 1, "settings": settings, "sizes": sizes, "layout": layout})
+    settings = {name: value for name, value in values_by_rule(config, "same").items() if name != "log_kl"}
+    write_state(checkpoint, {"step": 1, "settings": settings, "sizes": batch_sizes(config, 1)})
     (checkpoint.parents[1] / "env.json").write_text(json.dumps({"stage": "ppo", "versions": {}}))
     (checkpoint.parents[1] / "run.lock").touch()
     given = words(folder, tmp_path)
-    assert not read_flags(STAGE, given).config.ppo.log_kl
-    made_older(checkpoint)
     found = read_flags(STAGE, given)
-    assert found.config.ppo.log_kl and str(found.origins["log_kl"]) == f"auto: as {checkpoint.parents[1]} has it"
-    assert not read_flags(STAGE, [*given, "--overwrite"]).config.ppo.log_kl
-    with pytest.raises(InputError, match=naming("--log-kl ... False ... checkpoint ... True")):
-        is_finished(checkpoint.parents[1], read_flags(STAGE, [*given, "--log-kl", "false"]).config, ranks=1)
-    # A host that does not see the checkpoint has what rank 0 has.
-    of_rank_0 = not_given(found)
-    monkeypatch.setattr(dist, "on_main", lambda work: of_rank_0 if isinstance(value := work(), dict) else value)
-    other, _ = with_choice(STAGE, resolved_of(folder, tmp_path), lambda stage, resolved: Choice(), 1)
-    assert other.config.ppo.log_kl
+    assert not found.config.ppo.log_kl and found.origins["log_kl"].is_default
+    assert not is_finished(checkpoint.parents[1], found.config, ranks=1)
+    with pytest.raises(InputError, match=naming("--log-kl ... True ... checkpoint ... False")):
+        is_finished(checkpoint.parents[1], read_flags(STAGE, [*given, "--log-kl", "true"]).config, ranks=1)
 
 
 def test_the_memory_of_a_run_follows_the_weight_of_its_divergence(folder, tmp_path):
@@ -144,17 +127,17 @@ def numbers(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [{}, {"actor_lora_dim": 2, "actor_lora_learning_rate": 1e-2}], ids=["full", "LoRA"])
-def test_a_run_of_an_older_version_goes_on_with_its_reference(folder, tmp_path, lora):
-    """By the same command, which has no flag for it; a new run of that command has none."""
+def test_a_run_with_it_goes_on_with_it_and_trains_as_one_without(folder, tmp_path, lora, capsys):
     whole, parts, new = (tmp_path / name for name in ("whole", "parts", "new"))
     assert trained(folder, whole, log_kl="true", **lora) == 0
     assert trained(folder, parts, log_kl="true", max_steps=STEPS - 1, **lora) == 0
-    made_older(parts / f"runs/ppo/checkpoints/step-{STEPS - 1}")
     (parts / "runs/ppo/done.json").unlink()
-    assert read_flags(STAGE, words(folder, parts, **lora)).config.ppo.log_kl
-    assert trained(folder, parts, **lora) == 0
+    capsys.readouterr()
+    assert trained(folder, parts, **lora) == 2
+    assert naming("--log-kl ... False ... checkpoint ... True") in capsys.readouterr().err.splitlines()
+    assert trained(folder, parts, log_kl="true", **lora) == 0
     assert numbers(parts) == numbers(whole) and [line.keys() > KL for line in numbers(whole)] == [True, False, True]
-    assert trained(folder, parts, **lora) == 0, "it is finished: nothing to do"
+    assert trained(folder, parts, log_kl="true", **lora) == 0, "it is finished: nothing to do"
     assert trained(folder, new, **lora) == 0
     assert numbers(new) == [
         {name: value for name, value in line.items() if name not in KL | {"loss/kl"}} for line in numbers(whole)
