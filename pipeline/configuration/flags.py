@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -38,8 +37,6 @@ from pipeline.redact import redacted, repeated, shown_value
 
 TRAIN = "train"  # the section of `rlhf train` itself
 PRESET_SECTIONS = ("sft", "reward", "ppo", "dpo")  # those of the files in launch/presets
-# Path of a preset in versions that had a file for each stage.
-PRESET_OF_STAGE = re.compile(rf"(.*presets/[\w.-]+)\.({'|'.join(PRESET_SECTIONS)})\.yaml")
 # Hyphens, en and em dash, minus sign and their full-width forms.
 OTHER_DASHES = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]+-*([A-Za-z][\w.-]*(?:=.*)?)", re.DOTALL)
 
@@ -65,17 +62,8 @@ FlagLoader.add_implicit_resolver(
 )
 
 
-def preset_section(path: str) -> tuple[str, str]:
-    """Return the file that holds what the preset of one stage at this path held, and its section; ("", "") if none."""
-    match = None if Path(path).exists() else PRESET_OF_STAGE.fullmatch(path)
-    return (file, match[2]) if match and Path(file := f"{match[1]}.yaml").is_file() else ("", "")
-
-
 def load_yaml(path: str) -> dict[Any, Any]:
     """Read the mapping in a YAML file; {} for an empty one. Raises InputError naming the file and the line."""
-    file, section = preset_section(path)
-    if section and section in (content := load_yaml(file)):
-        return dict(content[section])
     try:
         content = expanded(yaml.load(readable(path).read_text(encoding="utf-8"), FlagLoader))
     except OSError as error:
@@ -233,8 +221,6 @@ def parse(
         values, about_flags, more_notes = names.of_file(path, flags)
         errors += [*about_sections, *about_flags]
         notes += more_notes
-        now, of_stage = preset_section(path)
-        notes += [f"{path} is the section {of_stage} of {now} now"] if now else []
         layers.append((Origin(kind, path), values))
     layers = config_class.with_method([*layers, (COMMAND_LINE, given)])
     resolved = resolve_layers(config_class, layers, errors)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
+from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.origins import DEFAULT, Kind, Origin
 from pipeline.configuration.rank_rules import MICRO, STEPS, with_micro_batch
 from pipeline.configuration.resolved import Resolved
@@ -92,7 +92,7 @@ def preset_of_run(stage: Stage, resolved: Resolved, default: str) -> str:
     folder = stage.run_folder(run) if run.resumes_from == "auto" else Path(run.resumes_from).resolve().parents[1]
     settings = run_settings(folder) if earlier_settings(folder, run.resumes_from) else {}
     presets = (origin.source for _, origin in settings.values() if origin.kind is Kind.PRESET)
-    match = re.search(rf"presets/([\w.-]+?)(\.{stage.section})?\.yaml", next(presets, ""))
+    match = re.search(r"presets/([\w.-]+)\.yaml", next(presets, ""))
     return match[1] if match else "" if settings else default
 
 
@@ -100,15 +100,12 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, Orig
     """Return value and origin of what the resumed run chose for flags that are unset now; {} for a new run.
 
     {} too where its micro-batch does not divide the rows of an optimizer step, and where a flag was given that is
-    `auto` now: the others were chosen beside it. ZeRO stages that presets of earlier versions named count as chosen.
+    `auto` now: the others were chosen beside it.
     """
     folder, state = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
     table, settings = flag_table(type(resolved.config)), run_settings(folder.resolve().parents[1]) if state else {}
     unset = {name: settings[name] for name in table if name in settings and is_unset(resolved, name, settings[name][1])}
     hardware = next((origin for _, origin in unset.values() if origin.kind is Kind.PLAN), DEFAULT)
-    for name in flags_of_key(type(resolved.config), ZERO_STAGE):
-        if name in unset and unset[name][1].kind is Kind.PRESET:
-            unset[name] = unset[name][0], hardware
     if any(origin.is_given for name, (_, origin) in unset.items() if table[name].auto):
         return {}
     chosen = {name: (value, origin) for name, (value, origin) in unset.items() if origin.kind is Kind.PLAN}

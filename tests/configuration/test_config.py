@@ -118,18 +118,16 @@ def test_presets_are_short_and_each_section_says_what_it_is(file):
 
 @pytest.mark.parametrize("name", BEFORE)
 def test_presets_have_the_values_that_a_file_for_each_stage_had(name, monkeypatch):
-    """But for ZeRO stages, which the plan chooses. An earlier version's command names that file; a note says where."""
+    """But for ZeRO stages, which the plan chooses. That file is not read any more."""
     monkeypatch.chdir(ROOT)
     size, _, section = name.rpartition(".")
     gone = {flag for flag, *_ in ONLY_IN_JSON}  # they were given at their defaults
     before = {flag: BEFORE[name][flag] for flag in BEFORE[name].keys() - gone if not flag.endswith("zero_stage")}
     assert load_yaml(f"launch/presets/{size}.yaml")[section] == before
     for flag in ("preset", "config"):
-        now = parse(STAGES[section], [f"--{flag}", f"launch/presets/{size}.yaml"], section=section)
-        earlier = parse(STAGES[section], [f"--{flag}", f"launch/presets/{name}.yaml"], section=section)
-        assert earlier.config == now.config
-        note = naming(f"launch/presets/{name}.yaml ... section {section} ... launch/presets/{size}.yaml")
-        assert (earlier.notes, now.notes) == ((note,), ())
+        assert parse(STAGES[section], [f"--{flag}", f"launch/presets/{size}.yaml"], section=section).notes == ()
+        with pytest.raises(InputError, match=naming(f"launch/presets/{name}.yaml ... No such file")):
+            parse(STAGES[section], [f"--{flag}", f"launch/presets/{name}.yaml"], section=section)
 
 
 def test_no_preset_but_the_demos_says_what_the_plan_chooses():

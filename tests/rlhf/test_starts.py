@@ -233,8 +233,6 @@ def test_a_hub_id_has_the_preset_of_its_size_where_it_is_in_the_cache(tmp_path, 
     ("began", "expected"),
     [
         (Origin(Kind.PRESET, "launch/presets/1.3b.yaml"), "1.3b.yaml"),
-        (Origin(Kind.PRESET, "launch/presets/1.3b.ppo.yaml"), "1.3b.yaml"),
-        (Origin(Kind.PRESET, "launch/presets/1.3b.sft.yaml"), ""),
         (DEFAULT, ""),
     ],
 )

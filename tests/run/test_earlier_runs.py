@@ -193,13 +193,15 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused_with_two_ways_out(tmp_p
     assert not is_finished(tmp_path / "runs", sft(tmp_path, max_steps=100, overwrite="true"), ranks=1)
 
 
-def test_a_zero_stage_that_a_preset_named_before_counts_as_chosen_for_each_model(tmp_path):
+def test_nothing_counts_as_chosen_beside_a_zero_stage_that_a_preset_named(tmp_path):
     resolved = parse(PPOConfig, ["--output-dir", str(tmp_path)], section="ppo")
     run = PPO.run_folder(resolved.config.run)
     save_checkpoint(run, resolved.config)
     preset, plan = Origin(Kind.PRESET, "launch/presets/x.yaml"), Origin(Kind.PLAN, "1 x GPU")
     origins = {"actor_zero_stage": preset, "critic_zero_stage": preset, "critic_gradient_checkpointing": plan}
     (run / "config.json").write_text(json.dumps({name: {"value": 1, **one.entry} for name, one in origins.items()}))
+    assert chosen_before(PPO, resolved) == {}
+    (run / "config.json").write_text(json.dumps({name: {"value": 1, **plan.entry} for name in origins}))
     assert chosen_before(PPO, resolved) == dict.fromkeys(origins, (1, plan))
 
 
