@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 # Part of every key: increase it when the same input gives other rows.
 FORMAT_VERSION = 9
 COLUMNS_SUFFIX = ".columns.arrow"  # suffix of files that hold only the column EXTRA (see `move_out`)
-# Kind of rows and shares (see `cache_prefix`) -> the name that earlier versions gave them, by which caches are found.
-EARLIER_WORDS = {"sequences-0": "sft", "pairs-1": "reward", "prompts-2": "ppo", "blocks": "text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +115,13 @@ def cache_prefix(options: DataOptions) -> str:
 
     `pairs-1-2` are pairs from the shares of --data-split with the indices 1 and 2, counted from 0.
     """
-    word = "-".join([options.rows, *map(str, options.shares)])
-    return EARLIER_WORDS.get(word, word)
+    return "-".join([options.rows, *map(str, options.shares)])
 
 
 def cache_key(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a SHA-256 over what the rows depend on: contents of the sources, tokenizer, template, options, version."""
     content = asdict(options)
-    for name in ("rows", "shares", "title", "cache_dir", *(() if options.balance_lengths else ("balance_lengths",))):
+    for name in ("rows", "shares", "title", "cache_dir"):
         del content[name]
     paths = [*options.data_path, *options.eval_data_path, *options.sft_only_data_path]
     content |= {

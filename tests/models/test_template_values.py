@@ -193,7 +193,7 @@ def test_stage_1_trains_with_it_saves_it_and_chat_renders_the_same(tmp_path: Pat
     for name, words in (("plain", None), ("switched", ["enable_thinking=false"])):
         ending = call("sft", stage_words("sft", folder, tmp_path / name, chat_template_kwargs=words, **flags))
         assert ending.code == 0, ending.stderr
-        (rows,) = (tmp_path / name / "cache").glob("sft-*/train.arrow")
+        (rows,) = (tmp_path / name / "cache").glob("sequences-0-*/train.arrow")
         trained = [
             [i for i, is_trained in zip(row["ids"], row["trained"], strict=True) if is_trained] for row in load(rows)
         ]
