@@ -53,7 +53,6 @@ SAME_SIZE = 0.02
 SIZE = re.compile(r"(\d+\.\d+)(?= GiB each)", re.ASCII)  # in the text of a target
 TARGET = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?([A-Za-z][\w-]*|(\d+)GB)", re.ASCII)
 SPEEDS = ("tb_per_s", "tflops")  # as in DEVICES
-BETWEEN_GPUS = ("link_gb_per_s", "network_gb_per_s")  # speeds that files of older versions have
 LIMIT = 1_000_000  # upper bound of each number of a description, and of all its GPUs; more is a typing error
 FIELDS = ("hosts", "gpus", "name", "memory_gib", "host_memory_gib", *SPEEDS)
 
@@ -254,8 +253,6 @@ def target_of_file(path: Path) -> Target:
     if "memory_gib" not in content:
         raise InputError(f"--target: {path}: expected fields {', '.join(FIELDS)}, of which memory_gib is required")
     for name, value in content.items():
-        if name in BETWEEN_GPUS:
-            raise InputError(f"--target: {path}: {name}: plans leave out the exchange between GPUs; remove the field")
         if name not in FIELDS:
             raise InputError(f"--target: {path}: {name}: unknown field{nearest(str(name), FIELDS)}")
         kind: Any = int if name in ("hosts", "gpus") else int | float

@@ -47,7 +47,7 @@ def test_a_file_with_the_name_of_a_device_leaves_its_speeds_to_the_data_sheet(tm
         ("0xH100-80GB", "--target 0xH100-80GB: ... DEVICE, GPUSxDEVICE"),
         ("gone.yaml", "--target ... gone.yaml ... No such file"),
         ("memory: 3", "--target ... {file} ... hosts, gpus, name, memory_gib"),
-        ("memory_gib: 3\nlink_gb_per_s: 450", "--target ... {file} ... link_gb_per_s ... exchange ... remove"),
+        ("memory_gib: 3\nlink_gb_per_s: 450", "--target ... {file} ... link_gb_per_s: unknown field"),
         ("memory_gib: 3\ngpu: 2", "--target ... {file} ... gpu ... gpus?"),
         ("memory_gib: -3", "--target ... {file} ... memory_gib ... -3 ... above 0"),
         ("memory_gib: 8\ngpus: 1.5", "--target ... {file} ... gpus ... 1.5 ... above 0"),
