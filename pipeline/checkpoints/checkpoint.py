@@ -273,17 +273,16 @@ def load(
         return None
     on_each_storage(lambda: check_whole(folder))
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    columns = saved.get("columns", {}) if reads_columns else {}
-    if reads_columns and (unknown := fingerprint.columns.keys() - columns.keys()):
-        log.info("%s: their content is not in the checkpoint, and taken as it is now", ", ".join(sorted(unknown)))
-    now = asdict(fingerprint) | {"columns": {name: fingerprint.columns.get(name) for name in columns}}
+    now = asdict(fingerprint)
+    if not reads_columns:
+        del now["columns"]
     if saved["fingerprints"].items() <= now["fingerprints"].items():
         del now["inputs"]  # their rows and models are the same
-    check_resumed(folder, saved | {"columns": columns}, now, config, force=config.run.force_resume)
+    check_resumed(folder, saved, now, config, force=config.run.force_resume)
     if (got := ", ".join(sorted(saved["engines"]))) != (expected := ", ".join(sorted(engines))):
         raise InputError(f"{folder}: got the state of {got}, expected that of {expected}: it is of another stage")
     log_differences(folder, saved, fingerprint.layout, config)
-    if fingerprint.total_steps < (before := saved.get("total_steps", 0)):
+    if fingerprint.total_steps < (before := saved["total_steps"]):
         end = "ends at step %d, before it was to end at %d: learning rates follow the new end (--max-steps, epochs)"
         log.warning(end, fingerprint.total_steps, before)
     if resume != "auto":

@@ -109,7 +109,7 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
     folder = first_whole(candidates(path / "checkpoints") if is_run else named)
     if folder is None:
         raise InputError(f"{path}: found no checkpoint; name one (runs/sft/checkpoints/step-200), or a run's folder")
-    saved = read_json(folder / "state.json", step=int, state=dict, fingerprints=dict)
+    saved = read_json(folder / "state.json", step=int, state=dict, fingerprints=dict, inputs=dict, dtype=str)
     run_dir = path if is_run else folder.resolve().parent.parent
     section, valid = str(read_json(environment_file(run_dir)).get("stage")), {stage.section: stage for stage in stages}
     if section not in valid:
@@ -118,7 +118,7 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
     table, settings = flag_table(stage.config), run_dir / "config.json"
     entries = read_json(settings, **dict.fromkeys(read_json(settings).keys() & table.keys(), dict))
     values = {name: entries[name].get("value") for name in entries.keys() & table.keys()} | {"output_dir": output}
-    trained_in = saved.get("dtype", "fp32")
+    trained_in = saved["dtype"]
     if dtype != "auto" or values.get("save_dtype", "auto") == "auto":
         values["save_dtype"] = trained_in if dtype == "auto" else dtype
     origins = {
@@ -130,7 +130,7 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
         stage,
         Resolved(validated(stage.config, values, origins), origins),
         StopRequest(interrupt),
-        contents=saved.get("inputs", {}) | saved["fingerprints"],
+        contents=saved["inputs"] | saved["fingerprints"],
     )
     taken = next((folder for folder in run.resolved.config.outputs if folder.exists()), None)
     if taken and read_object(export_mark(output)) != {"checkpoint": str(folder.resolve())}:

@@ -83,7 +83,8 @@ def test_changed_columns_refuse_to_resume_only_where_a_reward_reads_them(resumes
     assert resumes(answers, reads=True), "the checkpoint has their hash though its run did not read them"
 
 
-def test_a_checkpoint_without_columns_is_compared_with_none(resumes):
-    """As one that was written before there were any."""
+def test_columns_that_the_checkpoint_does_not_have_refuse_to_resume_where_a_reward_reads_them(resumes):
     assert not resumes(None, reads=False, saves=True)
-    assert resumes(list(range(12)), reads=True) and resumes(None, reads=True)
+    assert resumes(list(range(12)), reads=False) and resumes(None, reads=True)
+    with pytest.raises(InputError, match=naming("columns of prompts ... checkpoint has None")):
+        resumes(list(range(12)), reads=True)
