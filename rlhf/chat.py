@@ -260,6 +260,3 @@ def summary(reply: "Reply", num_positions: int | None, score: float | None) -> s
 
 
 main = command(run, "rlhf chat")
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.chat"))

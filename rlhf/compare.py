@@ -1,7 +1,6 @@
 """Compare two or more models on the same prompts; with reward models or functions also by scores and win rates."""
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -367,6 +366,3 @@ def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestan
 
 
 main = command(run, "rlhf compare")
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.compare"))

@@ -5,7 +5,6 @@ The file has the flags that the user gives and, as comments, those that are ofte
 
 import json
 import shlex
-import sys
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -110,6 +109,3 @@ def section_lines(
 
 
 main = command(run, "rlhf init")
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.init"))

@@ -1,6 +1,5 @@
 """Write the report of a run, or of several to compare: `rlhf report output`."""
 
-import sys
 from pathlib import Path
 
 from pipeline.configuration.flag_table import flag
@@ -38,6 +37,3 @@ def run(argv: list[str], prog: str) -> None:
 
 
 main = command(run, "rlhf report")
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.report"))

@@ -4,7 +4,6 @@ import logging
 import os
 import secrets
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,6 +136,3 @@ def loaded(config: ServeConfig, names: list[str]) -> "Server":
 
 
 main = command(run, "rlhf serve")
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.serve"))

@@ -53,6 +53,8 @@ def command_flags(
 def command(run: Callable[[list[str], str], None], name: str) -> Callable[..., int]:
     """Return the `main` of a small command: (argv, prog=name) runs its command line and returns the exit code.
 
+    Where the module of `run` is the program (`python -m rlhf.chat`), run it and end with that code.
+
     Args:
         run: (argv, prog) checks the arguments and does the work; prog is the name of the program in its help.
     """
@@ -60,6 +62,9 @@ def command(run: Callable[[list[str], str], None], name: str) -> Callable[..., i
     def main(argv: list[str] | None = None, *, prog: str = name) -> int:
         return run_command(lambda: run(stage_arguments(argv), prog))
 
+    if run.__module__ == "__main__":
+        module = getattr(sys.modules["__main__"].__spec__, "name", "")
+        sys.exit(main(prog=f"python -m {module}"))
     return main
 
 

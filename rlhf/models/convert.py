@@ -1,6 +1,5 @@
 """Convert a model that DeepSpeed-Chat saved: `rlhf convert SOURCE OUTPUT`."""
 
-import sys
 from pathlib import Path
 
 from pipeline.configuration.flag_table import flag
@@ -57,6 +56,3 @@ def check_folders(source: Path, output: Path, *, overwrite: bool) -> None:
 
 
 main = command(run, "rlhf convert")
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.models.convert"))

@@ -4,7 +4,6 @@ With `--dtype int8` it writes a model's linear layers as int8 codes: a base for 
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -93,6 +92,3 @@ def write_int8(path: str, output: Path) -> str:
 
 
 main = command(run, "rlhf export")
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.models.export"))

@@ -5,7 +5,6 @@ A base that is stored as codes is dequantised first.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -184,6 +183,3 @@ def difference_lines(
 
 
 main = command(run, "rlhf merge")
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.models.merge"))

@@ -5,7 +5,6 @@ With a model, also the task: `rlhf reward rewards.py:right_number --data questio
 
 import json
 import logging
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -295,6 +294,3 @@ def checked_groups(scored: "Iterable[tuple[Any, list[Answer], dict[str, list[Val
 
 
 main = command(run, "rlhf reward")
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.rewards.reward"))

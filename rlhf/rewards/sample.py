@@ -1,7 +1,6 @@
 """Write a model's answers to the prompts of files as JSON lines: `rlhf sample output/sft --data prompts.jsonl -n 8`."""
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -224,6 +223,3 @@ def print_notes(lines: Iterable[str]) -> None:
 
 
 main = command(run, "rlhf sample")
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.rewards.sample"))
