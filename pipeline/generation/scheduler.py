@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -129,9 +130,11 @@ class ContinuousBatching(Session):
                 self.stream.synchronize()
 
     def _iterate(self, stop_requested: bool) -> list[Tokens | Finished]:
-        num_slots, free = self.buffers.num_slots, self.free
         self._start_prefilled()
         self._free_withdrawn()
+        # A prompt may be longer than the cache: one behind earlier turns, or of a session without a longest prompt.
+        self._grow_cache(max((len(one.prompt.ids) + 1 for one in islice(self.waiting, len(self.free))), default=0))
+        num_slots, free = self.buffers.num_slots, self.free
         stream = self.stream if self.final_step > self.num_steps and len(free) < num_slots else None
         min_share = MIN_PREFILL_SHARE if stream is None else MIN_PREFILL_SHARE_OVERLAPPED
         enough = len(free) >= min(min_share * num_slots, len(self.waiting))
@@ -159,7 +162,7 @@ class ContinuousBatching(Session):
             return self._results()
         more = bool(waiting or self.prefilled)
         steps = min(steps_left, self._poll_interval(more=more, watched=bool(watched)))
-        self._grow_cache(steps)
+        self._grow_cache(self.num_steps + steps + max(self.offsets.values(), default=0))
         self.buffers.decode(steps)
         self.num_steps += steps
         events = self._results() + self._watch()
@@ -219,9 +222,8 @@ class ContinuousBatching(Session):
                 del self.running[slot]
                 self.buffers.slots.active[slot] = 0
 
-    def _grow_cache(self, steps: int) -> None:
-        """Make the KV cache long enough for `steps` more tokens of each slot that the host does not know to be free."""
-        length = self.num_steps + steps + max(self.offsets.values(), default=0)
+    def _grow_cache(self, length: int) -> None:
+        """Make the KV cache long enough for `length` tokens of each slot."""
         if length <= self.buffers.cache_length or self.buffers.cache_length == self.buffers.capacity.max_length:
             return
         if self.stream is not None:
@@ -253,6 +255,7 @@ class ContinuousBatching(Session):
         self.polls.clear()
         self.offsets = {slot: self.offsets[old] for slot, old in enumerate(slots_kept) if active[old]}
         self.running = {slot: self.running[old] for slot, old in enumerate(slots_kept) if old in self.running}
+        self.free = [slot for slot, old in enumerate(slots_kept) if not active[old]]
         return slots_kept
 
     def _poll_free_slots(self, *, deferred: bool) -> list[int]:

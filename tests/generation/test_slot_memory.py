@@ -24,10 +24,12 @@ from support.messages import naming
 from pipeline.errors import InputError
 from pipeline.generation import device_work, generator
 from pipeline.generation.backends import cached_tokens_that_fit, check_copies_fit, no_slot_fits
+from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.episodes import NoAnswers, generate
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import FIRST_NEW_TOKENS, Generator
-from pipeline.generation.rollouts import RandomKey, Sampling
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
+from pipeline.generation.session import Capacity
 from pipeline.generation.slots import GenerationBuffers
 from pipeline.kernels.split_kv import MAX_SPLITS, MIN_KEYS_PER_SPLIT
 
@@ -164,6 +166,24 @@ def test_responses_that_lost_their_slots_start_again_before_those_that_wait(monk
         generate(gen, prompts, **request, answers=NoAnswers(lambda episode: ended.append(episode.number)))
     assert naming("2 slots, not 3 ... 1 responses start again") in caplog.text.splitlines()
     assert [sorted(ended[:2]), sorted(ended[2:4]), ended[4:]] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize(("memory", "left"), [(99, 2), (14, 1)])
+def test_a_prompt_may_be_longer_than_the_cache_is_at_first(monkeypatch, short_cache, memory, left):
+    """It has positions for 4 tokens, and a prompt 8: it grows, or the prompt waits for the only slot that is left."""
+    monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: memory)
+    model, found = llama(), []
+    gen = generator_of(fused(model), ())
+    for source in (gen, EagerGenerator(model, gen.vocabulary)):
+        session = source.session(Capacity(2, 9, 12))
+        session.submit(Prompt([7, 8], 1), Sampling(9), RandomKey(3, "r"))
+        events = session.advance()
+        session.submit(Prompt([*range(11, 19)], 2), Sampling(3), RandomKey(3, "r"))
+        while not session.is_idle:
+            events += session.advance()
+        found.append({event.request.number: event.ids.tolist() for event in events})
+    assert found[0] == found[1] and (len(found[0][0]), len(found[0][1])) == (9, 3)
+    assert gen._buffers.num_slots == left
 
 
 def test_caches_whose_length_changes_results_do_not_grow(short_cache):
