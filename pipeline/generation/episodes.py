@@ -48,6 +48,7 @@ class Episode:
     segments: turns of the model, and what answered them, in order; the last one is the model's.
     length: tokens of all segments.
     reason: why the last turn ended.
+    request: that of the last turn.
     """
 
     number: int
@@ -56,6 +57,7 @@ class Episode:
     segments: list[Segment] = field(default_factory=list)
     length: int = 0
     reason: Reason = "limit"
+    request: Request | None = None
 
     @property
     def turns(self) -> list[list[int]]:
@@ -144,10 +146,11 @@ def collect(
             if isinstance(event, Finished):
                 episode = running.pop(event.request)
                 episode.add(event.ids, event.log_probs)
-                episode.reason = event.reason
+                episode.reason, episode.request = event.reason, event.request
                 if (ids_of_answer := answers.answer(episode)) is None:
                     answers.ended(episode)
                 else:
+                    event.request.seen = episode.segments[-1].on_host  # as its slot has them for the next turn
                     waiting.append((episode, ids_of_answer))
         is_idle = session.is_idle
         if is_idle or len(waiting) >= WAITING_SHARE * session.capacity.num_slots:
@@ -174,7 +177,8 @@ def next_turn(session: Session, episode: Episode, ids: list[int], sampling: Samp
         return None
     prompt = episode.continued(ids)
     episode.add(torch.tensor(ids, device=session.device), None)
-    return session.submit(prompt, replace(sampling, max_new_tokens=room), key, sample=episode.sample)
+    how = replace(sampling, max_new_tokens=room)
+    return session.submit(prompt, how, key, sample=episode.sample, after=episode.request)
 
 
 def rollout_of(episodes: Sequence[Episode], device: torch.device) -> Rollout:

@@ -7,7 +7,7 @@ Buffers, draws and the CUDA graph are in slots.py.
 import logging
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import islice
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipeline.generation import device_work
 from pipeline.generation.device_work import FinishedSlotsPoll, HostCopy, Lockstep, SideStream, to_device
+from pipeline.generation.forwards.kv_cache import Rest
 from pipeline.generation.options import MAX_PREFILL_TOKENS
 from pipeline.generation.rollouts import GenerationStopped, Truncation
 from pipeline.generation.session import Capacity, Finished, Request, Session, Tokens, new_events
@@ -92,6 +93,7 @@ class ContinuousBatching(Session):
     lockstep: agreement with ranks whose passes are collectives.
     stream: side stream of prefills that overlap decode steps; None: none does.
     running: slot -> its request, of responses that the host does not know to have ended.
+    contents: slot -> the last request that started in it, whose tokens a later prompt may begin with.
     free: slots without a response, as far as the host knows.
     num_steps: decode steps enqueued so far.
     final_step: the value of `num_steps` at which every response that has a slot now has ended.
@@ -109,6 +111,7 @@ class ContinuousBatching(Session):
         self.buffers, self.forward, self.group = buffers, buffers.forward, buffers.forward.group
         self.lockstep, self.stream = lockstep, stream
         self.running: dict[int, Request] = {}
+        self.contents: dict[int, Request] = {}
         self.free = list(range(buffers.num_slots))
         self.num_steps = self.final_step = 0
         self.polls: deque[FinishedSlotsPoll] = deque()
@@ -256,6 +259,7 @@ class ContinuousBatching(Session):
         self.offsets = {slot: self.offsets[old] for slot, old in enumerate(slots_kept) if active[old]}
         self.running = {slot: self.running[old] for slot, old in enumerate(slots_kept) if old in self.running}
         self.free = [slot for slot, old in enumerate(slots_kept) if not active[old]]
+        self.contents = dict(self.running)
         return slots_kept
 
     def _poll_free_slots(self, *, deferred: bool) -> list[int]:
@@ -275,21 +279,31 @@ class ContinuousBatching(Session):
     # --- what starts ---
 
     def _assign_slots(self, free: list[int]) -> list[tuple[list[Request], list[int]]]:
-        """Assign free slots to waiting requests; return (requests, their slots) for each prefill."""
-        batches = []
-        while free and self.waiting:
-            requests: list[Request] = []
-            prompts: set[int] = set()
-            width = 0
-            while self.waiting and len(requests) < len(free):
-                prompt = self.waiting[0].prompt
-                width = max(width, len(prompt.ids))
-                if requests and width * len(prompts | {id(prompt)}) > MAX_PREFILL_TOKENS:
-                    break
-                prompts.add(id(prompt))
-                requests.append(self.waiting.popleft())
-            batches.append((requests, [free.pop(0) for _ in requests]))
-        return batches
+        """Assign free slots to waiting requests; return (requests, their slots) for each prefill.
+
+        A request that can continue a free slot gets it. Others get slots that none can continue, then the oldest.
+        """
+        starting = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
+        slots = dict[Request, int]()
+        for request in starting:
+            request.start, slot = self._find_tokens(request, free)
+            if request.start:
+                slots[request] = slot
+                free.remove(slot)
+        ages = {slot: last.number for slot, last in self.contents.items() if last.seen}
+        free.sort(key=lambda slot: ages.get(slot, -1))
+        whole = [request for request in starting if not request.start]
+        batches = [*batches_of(whole), *batches_of(slots)]
+        return [(batch, [slots[request] if request.start else free.pop(0) for request in batch]) for batch in batches]
+
+    def _find_tokens(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
+        """Return how many first tokens of a prompt a free slot has, and the slot; (0, -1) without one."""
+        found = [
+            (last.num_shared(request.prompt.ids), slot)
+            for slot in free
+            if (last := self.contents.get(slot)) and (request.streams or last is request.after)
+        ]
+        return max(found, default=(0, -1))
 
     def _set_final_step(self, requests: Sequence[Request]) -> None:
         """Raise `final_step` for requests that start now; the prefill draws the first token of each."""
@@ -307,21 +321,25 @@ class ContinuousBatching(Session):
             self.prefilled.append(self._run_prefill(requests, slots))
 
     def _run_prefill(self, requests: list[Request], slots: list[int]) -> PrefilledBatch:
-        prompts = {id(request.prompt): request.prompt for request in requests}
-        row_of = {prompt: row for row, prompt in enumerate(prompts)}
-        rows = [torch.as_tensor(prompt.ids, dtype=torch.int64) for prompt in prompts.values()]
+        first = {request.row: request for request in requests}
+        row_of = {key: row for row, key in enumerate(first)}
+        rows = [torch.as_tensor(one.prompt.ids[one.start :], dtype=torch.int64) for one in first.values()]
         settings, numbers = slot_settings(requests)
         on_host = (
             pad_rows(rows, self.vocabulary.pad_id),
             torch.tensor([len(row) for row in rows]),
-            torch.tensor([row_of[id(request.prompt)] for request in requests]),
+            torch.tensor([one.start for one in first.values()]),
+            torch.tensor([row_of[request.row] for request in requests]),
             torch.tensor(slots),
             settings,
             numbers,
         )
-        ids, lengths, source, index, settings, numbers = (to_device(values, self.device) for values in on_host)
-        logits = self.forward.prefill(ids, lengths, self.buffers.cache, slots=index, source=source)
-        return PrefilledBatch(requests, slots, index, lengths[source].int(), settings, numbers, logits, source)
+        ids, lengths, starts, source, index, settings, numbers = (to_device(one, self.device) for one in on_host)
+        length = max(len(request.prompt.ids) for request in requests) + 1
+        rest_or_source = Rest(starts, length) if requests[0].start else source
+        logits = self.forward.prefill(ids, lengths, self.buffers.cache, slots=index, source=rest_or_source)
+        lengths = (starts + lengths)[source].int()
+        return PrefilledBatch(requests, slots, index, lengths, settings, numbers, logits, source)
 
     def _start_prefilled(self) -> None:
         """Start the responses whose prefill overlapped the last decode steps."""
@@ -338,4 +356,18 @@ class ContinuousBatching(Session):
         offsets = (len(request.prompt.ids) - self.num_steps for request in batch.requests)
         self.offsets.update(zip(batch.slots, offsets, strict=True))
         self.running.update(zip(batch.slots, batch.requests, strict=True))
+        self.contents.update(zip(batch.slots, batch.requests, strict=True))
         self.buffers.draw(batch.logits, batch.source, batch.slot_index)
+
+
+def batches_of(requests: Iterable[Request]) -> Iterator[list[Request]]:
+    """Yield the requests of each prefill, whose rows have at most MAX_PREFILL_TOKENS tokens of whole prompts."""
+    batch, rows, width = list[Request](), set[int](), 0
+    for request in requests:
+        rows, width = rows | {request.row}, max(width, len(request.prompt.ids))
+        if batch and width * len(rows) > MAX_PREFILL_TOKENS:
+            yield batch
+            batch, rows, width = [], {request.row}, len(request.prompt.ids)
+        batch.append(request)
+    if batch:
+        yield batch

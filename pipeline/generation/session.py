@@ -35,8 +35,11 @@ class Request:
     key: the key of the random numbers, completed by the prompt's id and `sample`.
     sample: index of the response among those to its prompt.
     streams: whether its tokens are reported before it has ended.
-    seen: tokens that the host has read, if it streams or has stop texts.
+    after: the ended request whose tokens the prompt begins with, if the caller knows one; one that streams may continue
+        any.
+    seen: tokens that the host has read, if it streams, has stop texts, or may be continued.
     is_withdrawn: nobody waits for it any more.
+    start: first tokens of the prompt that its slot has from an earlier request; the scheduler sets it.
     """
 
     number: int
@@ -45,13 +48,30 @@ class Request:
     key: RandomKey
     sample: int
     streams: bool = False
+    after: "Request | None" = None
     seen: list[int] = field(default_factory=list)
     is_withdrawn: bool = False
+    start: int = 0
 
     @property
     def is_watched(self) -> bool:
         """True if the host reads the tokens while they are drawn."""
         return self.streams or bool(self.sampling.stop)
+
+    @property
+    def row(self) -> int:
+        """The identity of its row in a prefill. Samples share that of their prompt if no slot has a part of it."""
+        return id(self if self.start else self.prompt)
+
+    def num_shared(self, ids: Sequence[int]) -> int:
+        """Return the number of first tokens of `ids` that its slot has; 0 if they are less than half of either.
+
+        The slot has no key of the last token that was drawn. The last token of `ids` is computed for its logits.
+        """
+        cached = [*self.prompt.ids, *(() if self.is_withdrawn else self.seen)][:-1]
+        pairs = enumerate(zip(cached, ids[:-1], strict=False))
+        shared = next((n for n, (one, other) in pairs if one != other), min(len(cached), len(ids) - 1))
+        return shared if 2 * shared >= max(len(cached), len(ids)) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +136,20 @@ class Session(ABC):
         self.is_idle, self._num_requests = True, 0
 
     def submit(
-        self, prompt: Prompt, sampling: Sampling, key: RandomKey, *, sample: int = 0, streams: bool = False
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        key: RandomKey,
+        *,
+        sample: int = 0,
+        streams: bool = False,
+        after: Request | None = None,
     ) -> Request:
-        """Queue a request for response number `sample` to a prompt; `streams`: report its tokens as they are drawn.
+        """Queue a request for response number `sample` to a prompt.
+
+        Args:
+            streams: report its tokens as they are drawn.
+            after: an ended request of this session, whose tokens the prompt begins with.
 
         Raises:
             ValueError: the request does not fit the capacity, or has stop texts and the session has no tokenizer.
@@ -131,7 +162,7 @@ class Session(ABC):
             )
         if sampling.stop and self.vocabulary.decode is None:
             raise ValueError("a request with stop texts: the session has no tokenizer to decode its tokens")
-        request = Request(self._num_requests, prompt, sampling, key, sample, streams)
+        request = Request(self._num_requests, prompt, sampling, key, sample, streams, after)
         self._num_requests += 1
         self.waiting.append(request)
         self.is_idle = False
@@ -178,13 +209,15 @@ def new_events(
     if request.is_withdrawn:
         return events
     # A response that had to start again may have fewer tokens than the host has read.
-    if request.is_watched and len(ids) > (first := len(request.seen)):
+    first = len(request.seen)
+    if request.is_watched and (reason or len(ids) > first):
         drawn = ids.tolist()
         length = stopped_length(request.sampling.stop, drawn, vocabulary, seen=first)
         if length is not None:
             ids, log_probs, reason = ids[:length], log_probs[:length], "stop"
         request.seen = drawn[:length]
-        events = [Tokens(request, request.seen[first:], log_probs[first:])] if request.streams else []
+        is_reported = request.streams and len(request.seen) > first
+        events = [Tokens(request, request.seen[first:], log_probs[first:])] if is_reported else []
     return [*events, Finished(request, ids, log_probs, reason)] if reason else events
 
 

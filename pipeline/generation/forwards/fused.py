@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from pipeline.dist import RankGroup
 from pipeline.generation.forwards.fused_weights import BlockWeights, DecodeWeights, Norm
-from pipeline.generation.forwards.kv_cache import CacheLayout, KeyValueCache
+from pipeline.generation.forwards.kv_cache import CacheLayout, KeyValueCache, Rest
 from pipeline.generation.forwards.projections import Projection, Shard
 from pipeline.kernels.attention_choice import disable_cudnn_attention
 from pipeline.kernels.decode_attention import attend, store_prompts
@@ -67,18 +67,23 @@ def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:
     return y.relu_() if relu else y
 
 
-def attend_prompts(q: Tensor, k: Tensor, v: Tensor, layout: HeadLayout) -> Tensor:
-    """Attend causally within prompts: q (N, Hq, P, D), k and v (N, Hkv, P, D) -> (N, Hq, P, D)."""
-    width, group = q.shape[2], layout.num_heads // layout.num_kv_heads
+def attend_prompts(q: Tensor, k: Tensor, v: Tensor, layout: HeadLayout, positions: Tensor | None = None) -> Tensor:
+    """Attend causally within prompts: q (N, Hq, P, D), k and v (N, Hkv, T, D) -> (N, Hq, P, D).
+
+    positions: (N, P), those of the queries among the T keys; None: P = T.
+    """
+    width, group = k.shape[2], q.shape[1] // k.shape[1]
     options: dict[str, Any] = {"scale": layout.scale, "enable_gqa": group > 1}
-    if not layout.cap and not 0 < layout.window < width:
+    if positions is None and not layout.cap and not 0 < layout.window < width:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     columns = torch.arange(width, device=q.device)
-    distance = columns[:, None] - columns
+    distance = (columns[:, None] if positions is None else positions[:, None, :, None]) - columns
     visible = (distance >= 0) & (distance < (layout.window or width))
-    if not layout.cap:
+    if positions is None and not layout.cap:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    if not layout.cap:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=layout.scale)
     scores = torch.tanh(q @ k.transpose(2, 3) * (layout.scale / layout.cap)) * layout.cap
     return scores.float().masked_fill(~visible, -torch.inf).softmax(-1).to(q.dtype) @ v
 
@@ -153,16 +158,21 @@ class FusedForward:
     def new_cache(self, num_slots: int, cache_length: int) -> KeyValueCache:
         return self.cache_layout.new(num_slots, cache_length, self.device)
 
-    def prefill(self, ids: Tensor, lengths: Tensor, cache: KeyValueCache, *, slots: Tensor, source: Tensor) -> Tensor:
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, cache: KeyValueCache, *, slots: Tensor, source: Tensor | Rest
+    ) -> Tensor:
         """Compute prompts into the cache; return the logits (N, V) after each prompt's last token.
 
         Args:
             ids: (N, P) int64, padded on the right. lengths: (N,) int64.
-            slots, source: (R,) int64: slot slots[i] gets prompt source[i] (several samples share a prompt).
+            slots, source: (R,) int64: slot slots[i] gets prompt source[i] (several samples share a prompt); with a
+                `Rest`, slot slots[i] gets row i behind the first tokens of its prompt, which it has.
         """
         rows, width = ids.shape
         disable_cudnn_attention()
+        places = source.positions(width) if isinstance(source, Rest) else None
         positions = torch.arange(width, dtype=torch.int32, device=ids.device).repeat(rows)
+        positions = positions if places is None else places.flatten().int()
 
         def mix(layer: int, qkv: Tensor) -> Tensor:
             layout = self.layouts[layer]
@@ -173,8 +183,11 @@ class FusedForward:
                 for first, number in parts
             )
             keys, values = cache.keys[layer], cache.values[layer]
-            store_prompts(qkv, keys, values, slots=slots, source=source, layout=layout, width=width)
-            mixed = attend_prompts(q, k, v, layout)
+            if isinstance(source, Rest):
+                k, v = source.stored(k, keys, slots), source.stored(v, values, slots)
+            else:
+                store_prompts(qkv, keys, values, slots=slots, source=source, layout=layout, width=width)
+            mixed = attend_prompts(q, k, v, layout, places)
             return mixed.transpose(1, 2).reshape(rows * width, -1)
 
         hidden = self._run(self._embed(ids.flatten(), positions), positions, mix)

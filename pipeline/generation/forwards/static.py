@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from pipeline.dist import RankGroup
 from pipeline.generation.device_work import Lockstep
-from pipeline.generation.forwards.kv_cache import CacheLayout
+from pipeline.generation.forwards.kv_cache import CacheLayout, Rest
 from pipeline.kernels.token_statistics import LogitScaling
 from pipeline.model_types import declared
 from pipeline.models.decoders.architecture import UnsupportedModel, rotary_types
@@ -34,8 +34,9 @@ class StaticRows(Cache):
         super().__init__(layers=[])
         self.num_slots, self.cache_length = num_slots, cache_length
         self._stored: dict[int, list[Tensor]] = {}
-        # A prefill writes whole prompts: slot slots[i] gets that of prompt source[i], (R,) int64 each.
-        self.prefilled: tuple[Tensor, Tensor] | None = None
+        # A prefill writes whole prompts: slot slots[i] gets that of prompt source[i], (R,) int64 each. With a `Rest`,
+        # slot slots[i] gets row i.
+        self.prefilled: tuple[Tensor, Tensor | Rest] | None = None
         # A decode step writes one token per slot, at positions (M,) int64.
         self.positions: Tensor | None = None
 
@@ -51,6 +52,8 @@ class StaticRows(Cache):
         keys, values = self._stored[layer_idx]
         if self.prefilled is not None:
             (slots, source), width = self.prefilled, key_states.shape[2]
+            if isinstance(source, Rest):
+                return source.stored(key_states, keys, slots), source.stored(value_states, values, slots)
             keys[slots, :, :width] = key_states[source]
             values[slots, :, :width] = value_states[source]
             return key_states, value_states
@@ -97,12 +100,16 @@ class StaticCacheForward:
     def new_cache(self, num_slots: int, cache_length: int) -> StaticRows:
         return StaticRows(num_slots, cache_length)
 
-    def prefill(self, ids: Tensor, lengths: Tensor, cache: StaticRows, *, slots: Tensor, source: Tensor) -> Tensor:
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, cache: StaticRows, *, slots: Tensor, source: Tensor | Rest
+    ) -> Tensor:
         """Compute prompts into the cache; shapes as in `fused.FusedForward.prefill`."""
         rows, columns = len(ids), torch.arange(ids.shape[1], device=ids.device)
         cache.prefilled = (slots, source)
-        queries = columns[:, None].expand(rows, 1, -1, -1)
-        hidden = self._run(ids, columns.expand_as(ids), queries, columns, cache)
+        positions, keys = columns.expand_as(ids), columns
+        if isinstance(source, Rest):
+            positions, keys = source.positions(ids.shape[1]), torch.arange(source.length, device=ids.device)
+        hidden = self._run(ids, positions, positions[:, None, :, None], keys, cache)
         return self._logits(hidden[torch.arange(rows, device=ids.device), lengths - 1])
 
     def decode_step(self, tokens: Tensor, lengths: Tensor, active: Tensor, cache: StaticRows) -> Tensor:
