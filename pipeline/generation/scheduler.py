@@ -336,8 +336,9 @@ class ContinuousBatching(Session):
         )
         ids, lengths, starts, source, index, settings, numbers = (to_device(one, self.device) for one in on_host)
         length = max(len(request.prompt.ids) for request in requests) + 1
-        rest_or_source = Rest(starts, length) if requests[0].start else source
-        logits = self.forward.prefill(ids, lengths, self.buffers.cache, slots=index, source=rest_or_source)
+        positions = (starts[:, None] + torch.arange(ids.shape[1], device=self.device)).clamp(max=length - 1)
+        rows_of = Rest(positions, length) if requests[0].start else source
+        logits = self.forward.prefill(ids, lengths, self.buffers.cache, slots=index, source=rows_of)
         lengths = (starts + lengths)[source].int()
         return PrefilledBatch(requests, slots, index, lengths, settings, numbers, logits, source)
 

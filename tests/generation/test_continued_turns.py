@@ -1,6 +1,6 @@
 """Turns that continue a slot: equal to prefills of all tokens, whatever became of slots in between."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +18,17 @@ from support.decode_models import (
     plain_logits,
     poll_often,
     random_ids,
+    shaken_all,
 )
 from support.marks import slow_but
 
+from pipeline.generation import device_work, generator, scheduler
 from pipeline.generation.backends import CachedForward
 from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.forwards.kv_cache import Rest
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
+from pipeline.generation.scheduler import ContinuousBatching
 from pipeline.generation.session import Capacity, Finished, Request, Session
 from pipeline.tensor_ops import pad_rows
 
@@ -75,7 +78,8 @@ def test_rows_continue_what_their_slots_have(backend: str, name: str) -> None:
     new = [row[first:-1] for row, (first, _) in zip(ids, ROWS.values(), strict=True)]
     lengths = torch.tensor([len(row) for row in new], device=DEVICE)
     rows = pad_rows([torch.tensor(row) for row in new], PAD).to(DEVICE)
-    logits = function.prefill(rows, lengths, cache, slots=slots, source=Rest(starts, POSITIONS - 1))
+    positions = (starts[:, None] + torch.arange(rows.shape[1], device=DEVICE)).clamp(max=POSITIONS - 2)
+    logits = function.prefill(rows, lengths, cache, slots=slots, source=Rest(positions, POSITIONS - 1))
     for row, found in zip(ids, logits, strict=True):
         torch.testing.assert_close(found.float(), plain_logits(model, row[:-1])[-1], **TOLERANCE)
     tokens, ends = torch.full((5,), PAD, device=DEVICE), torch.zeros(5, dtype=torch.int32, device=DEVICE)
@@ -102,6 +106,9 @@ class Talk:
     stop_after: int = 0  # withdraw its first turn after so many steps
     responses: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+
+    def pairs(self) -> Iterator[tuple[Request, tuple[list[int], torch.Tensor]]]:
+        return zip(self.requests, self.responses, strict=True)
 
     def submit(self, session: Session, ids: Sequence[int], **how: Any) -> None:
         self.prompt = [*self.prompt, *ids]
@@ -151,22 +158,186 @@ def source_of(backend: str, model: Any, ends: frozenset[int] = ENDS) -> Generato
     return Generator(function, Vocabulary(ends, PAD, decode=lambda ids: "".join(f"<{token}>" for token in ids)))
 
 
-def starts(talks: Sequence[Talk]) -> list[list[int]]:
-    return [[request.start for request in talk.requests] for talk in talks]
+def starts(talk: Talk) -> list[int]:
+    return [request.start for request in talk.requests]
 
 
 def openings(*lengths: int, **settings: Any) -> list[Talk]:
     return [Talk(ids, **settings) for ids in random_ids(lengths, seed=7)]
 
 
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("make", [opt, llama])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("backend", "make", "streams"),
+    [("static", opt, True), ("static", llama, False), ("fused", llama, True), ("fused", opt, False)],
+)
 def test_each_turn_continues_its_slot(backend: str, make: Callable[[], Any], streams: bool) -> None:
-    talks = assert_as_whole(source_of(backend, make()), lambda: openings(6, 9, 7), streams=streams)
+    source = source_of(backend, make())
+    talks = assert_as_whole(source, lambda: openings(6, 9, 7), streams=streams)
     for talk in talks:
-        lengths = [len(request.prompt.ids) for request in talk.requests]
-        drawn = [len(ids) for ids, _ in talk.responses]
-        before = [length + new - 1 for length, new in zip(lengths, drawn, strict=True)]
-        assert [request.start for request in talk.requests] == [0, *before[:-1]], "but the last token that was drawn"
+        before = [len(request.prompt.ids) + len(ids) - 1 for request, (ids, _) in talk.pairs()]
+        assert starts(talk) == [0, *before[:-1]], "all but the last token that was drawn"
     assert len({len(ids) for talk in talks for ids, _ in talk.responses}) > 3
+    again = talked(source.session(ROOM), openings(6, 9, 7), streams=streams)
+    for one, other in zip(talks, again, strict=True):
+        assert [starts(one), *map(str, one.responses)] == [starts(other), *map(str, other.responses)], "bit for bit"
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("num_slots", [3, 2])
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize(("backend", "streams"), [("static", True), ("fused", False), ("static", False)])
+def test_slots_that_others_took_are_not_continued(
+    monkeypatch: pytest.MonkeyPatch, backend: str, streams: bool, deferred: bool, num_slots: int
+) -> None:
+    """Five conversations; also with polls that are late and, on the fused backend, overlapped prefills."""
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type} if deferred else ()))
+    room = Capacity(num_slots, 9, 70)
+    talks = assert_as_whole(
+        source_of(backend, llama()), lambda: openings(6, 9, 7, 3, 8, turns=4), streams=streams, room=room
+    )
+    later = [start for talk in talks for start in starts(talk)[1:]]
+    assert any(later) and not all(later)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_turn_behind_a_stop_text_continues_the_tokens_before_it(
+    monkeypatch: pytest.MonkeyPatch, backend: str, streams: bool, deferred: bool
+) -> None:
+    """The device draws more of them, which the slot has."""
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type} if deferred else ()))
+    monkeypatch.setattr(scheduler, "POLL_INTERVAL", 4)
+    sampling = Sampling(9, stop=("4>", "7>"))
+    talks = assert_as_whole(
+        source_of(backend, opt(), frozenset()), lambda: openings(6, 9, 7, sampling=sampling), streams=streams
+    )
+    assert {len(ids) for talk in talks for ids, _ in talk.responses} >= {1, 2, 9}
+    assert any(start for talk in talks for start in starts(talk))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("steps", [3, 1, 2, 5])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_withdrawn_request_leaves_its_prompt(backend: str, steps: int) -> None:
+    """What follows it is not what it had drawn; its slot may be known to be free too late."""
+    source = source_of(backend, llama(), frozenset())
+    talks = assert_as_whole(source, lambda: [*openings(12, stop_after=steps, turns=2), *openings(9, 7)], streams=True)
+    assert starts(talks[0])[1] in (0, 11), "all but the last token of the prompt"
+    session = source.session(ROOM)
+    talk, *_ = talked(session, openings(12, stop_after=steps), streams=True)
+    assert starts(talk)[1] in (0, 11) and starts(talk)[2] > 12
+
+
+SHORT = Capacity(3, 30, 80)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize(("memory", "evicts"), [(120, True), (400, False)])
+def test_a_cache_that_grows_or_loses_slots_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, memory: int, evicts: bool, streams: bool,
+    deferred: bool,
+) -> None:  # fmt: skip
+    """Slots have 51 positions at first and need up to 80. A turn that loses its slot starts from its whole prompt."""
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type} if deferred else ()))
+    monkeypatch.setattr(generator, "FIRST_NEW_TOKENS", 1)
+    for module in ("generator", "slots"):
+        monkeypatch.setattr(f"pipeline.generation.{module}.CACHE_LENGTH_MULTIPLE", 1)
+    monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: memory)
+    source = source_of("fused", opt())
+    with caplog.at_level("INFO", logger="pipeline.generation.scheduler"):
+        talks = assert_as_whole(source, lambda: openings(12, 5, 20, 9, turns=4), streams=streams, room=SHORT)
+    assert source._buffers is not None and source._buffers.cache_length > 51
+    assert ("start again" in caplog.text) is evicts
+    assert any(start for talk in talks for start in starts(talk))
+
+
+def test_a_session_continues_nothing_of_the_one_before() -> None:
+    """Weights change between sessions."""
+    model = llama()
+    source = source_of("static", model)
+    assert_as_whole(source, lambda: openings(6, 9))
+    shaken_all(list(model.parameters()))
+    talks = assert_as_whole(source, lambda: openings(6, 9), streams=True)
+    assert all(starts(talk)[0] == 0 < starts(talk)[1] for talk in talks)
+
+
+@pytest.mark.parametrize("limit", [30, 1])
+def test_a_prefill_counts_the_tokens_that_slots_have(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", limit)
+    source, batches = source_of("static", llama()), list[list[Request]]()
+    run = ContinuousBatching._run_prefill
+    monkeypatch.setattr(
+        ContinuousBatching,
+        "_run_prefill",
+        lambda self, requests, slots: (batches.append(requests), run(self, requests, slots))[1],
+    )
+    assert_as_whole(source, lambda: openings(6, 9, 7))
+    assert all(len({bool(request.start) for request in batch}) == 1 for batch in batches)
+    assert all(len(batch) * max(len(one.prompt.ids) for one in batch) <= limit or len(batch) == 1 for batch in batches)
+    assert any(len(batch) > 1 and batch[0].start for batch in batches) is (limit == 30)
+
+
+def test_two_samples_of_a_continued_prompt_continue_two_slots_or_one() -> None:
+    """They share the prompt, but no row of a prefill."""
+    source = source_of("static", llama())
+    for num_before in (1, 2):
+        session, eager = source.session(ROOM), EagerGenerator(source.forward.model, source.vocabulary).session(ROOM)
+        found = []
+        for one in (session, eager):
+            opening, how = Prompt.of([*range(30, 42)]), {"streams": True}
+            for sample in range(num_before):
+                one.submit(opening, Sampling(4), KEY, sample=sample, **how)
+            ended(one)
+            prompt = Prompt.of([*opening.ids, 205, 206])
+            requests = [one.submit(prompt, Sampling(6), KEY, sample=sample, **how) for sample in range(2)]
+            found.append((ended(one), [request.start for request in requests]))
+        assert found[0][0] == found[1][0]
+        assert found[0][1] == [12, 12][:num_before] + [0] * (2 - num_before)
+
+
+def ended(session: Session) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    while not session.is_idle:
+        found |= {
+            event.request.sample: event.ids.tolist() for event in session.advance() if isinstance(event, Finished)
+        }
+    return found
+
+
+def test_requests_take_empty_slots_first_and_then_the_oldest() -> None:
+    """Of three slots two have ended conversations; the third request leaves both, the fourth takes the older one."""
+    session = source_of("static", llama()).session(ROOM)
+    talks = openings(8, 9, 7, 6)
+    slots = list[int]()
+    for talk in talks:
+        talk.submit(session, [], streams=True)
+        ended(session)
+        slots += [slot for slot, request in session.contents.items() if request is talk.requests[-1]]
+    assert sorted(slots[:3]) == [0, 1, 2] and slots[3] == slots[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seen", "ids", "expected"),
+    [
+        ([1, 2, 3], [4, 5], [1, 2, 3, 4, 5, 6], 4),  # the last token that was drawn has no key
+        ([1, 2, 3], [4, 5], [1, 2, 3, 4], 3),  # the last one is computed for its logits
+        ([1, 2, 3], [4, 5], [1, 2, 3, 9, 9, 9], 3),
+        ([1, 2, 3], [4, 5], [1, 2, 3, 9, 9, 9, 9], 0),  # less than half of the prompt
+        ([1, 2, 3], [4, 5, 6, 7, 8, 9], [1, 2, 3, 3], 0),  # less than half of the slot, unless it is withdrawn
+        ([1, 2, 3], [], [1, 2, 3, 9], 2),
+        ([9, 2, 3], [4, 5], [1, 2, 3, 4, 5], 0),
+        ([1], [], [1], 0),
+    ],
+)
+def test_a_slot_is_continued_if_at_least_half_is_shared(
+    prompt: list[int], seen: list[int], ids: list[int], expected: int
+) -> None:
+    request = Request(0, Prompt(prompt, 1), Sampling(9), KEY, 0, streams=True, seen=seen)
+    assert request.num_shared(ids) == expected
+    request.is_withdrawn = True  # the slot may have other tokens than were seen
+    assert request.num_shared(ids) <= len(prompt) - 1

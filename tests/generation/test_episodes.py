@@ -190,3 +190,4 @@ def test_ranks_in_lockstep_wait_for_the_one_whose_turns_are_answered(monkeypatch
         ids = [[token for turn in one.turns for token in turn] for one in found[rank]]
         assert ids == [row.tolist() for row in expected.responses], rank
     assert max(len(one.segments) for one in found[1]) > 1 == max(len(one.segments) for one in found[0])
+    assert any(one.request is not None and one.request.start for one in found[1]), "a slot is continued"

@@ -170,7 +170,7 @@ class FusedForward:
         """
         rows, width = ids.shape
         disable_cudnn_attention()
-        places = source.positions(width) if isinstance(source, Rest) else None
+        places = source.positions if isinstance(source, Rest) else None
         positions = torch.arange(width, dtype=torch.int32, device=ids.device).repeat(rows)
         positions = positions if places is None else places.flatten().int()
 

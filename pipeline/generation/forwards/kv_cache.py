@@ -54,23 +54,18 @@ class CacheLayout:
 class Rest(NamedTuple):
     """The rows of a prefill of N slots that have the first tokens of their prompts.
 
-    starts: (N,) int64, tokens that each slot has.
+    positions: (N, P) int64, those of the rows' tokens, ascending; padding may share the last one.
     length: more than the tokens of the longest whole prompt; at most the positions of a slot.
     """
 
-    starts: Tensor
+    positions: Tensor
     length: int
-
-    def positions(self, width: int) -> Tensor:
-        """Return the positions (N, width) int64 of the rows; padding ends before `length`."""
-        return (self.starts[:, None] + torch.arange(width, device=self.starts.device)).clamp(max=self.length - 1)
 
     def stored(self, new: Tensor, cached: Tensor, slots: Tensor) -> Tensor:
         """Store (N, Hkv, P, D) keys or values of the rows in their slots (N,); return these slots' first `length`."""
-        positions = self.positions(new.shape[2])
-        cached[slots[:, None], :, positions] = new.transpose(1, 2)
+        cached[slots[:, None], :, self.positions] = new.transpose(1, 2)
         # What earlier responses left behind the rows may not be finite, and a masked score of NaN would stay NaN.
-        behind = torch.arange(self.length, device=new.device) > positions[:, -1:]
+        behind = torch.arange(self.length, device=new.device) > self.positions[:, -1:]
         return cached[slots, :, : self.length].masked_fill_(behind[:, None, :, None], 0)
 
 

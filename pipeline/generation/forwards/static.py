@@ -108,7 +108,7 @@ class StaticCacheForward:
         cache.prefilled = (slots, source)
         positions, keys = columns.expand_as(ids), columns
         if isinstance(source, Rest):
-            positions, keys = source.positions(ids.shape[1]), torch.arange(source.length, device=ids.device)
+            positions, keys = source.positions, torch.arange(source.length, device=ids.device)
         hidden = self._run(ids, positions, positions[:, None, :, None], keys, cache)
         return self._logits(hidden[torch.arange(rows, device=ids.device), lengths - 1])
 
