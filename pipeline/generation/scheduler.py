@@ -1,7 +1,8 @@
 """Continuous batching: waiting requests are assigned to free slots, prefilled, and decoded until all have ended.
 
 The generator creates one for each session. The host decides here what is enqueued and when it waits for the device.
-Buffers, draws and the CUDA graph are in slots.py.
+Buffers, draws and the CUDA graph are in slots.py. A slot has the keys and values of the request that ended in it until
+another starts there, so that the next turn of a conversation prefills only the tokens that the slot lacks.
 """
 
 import logging
@@ -281,7 +282,8 @@ class ContinuousBatching(Session):
     def _assign_slots(self, free: list[int]) -> list[tuple[list[Request], list[int]]]:
         """Assign free slots to waiting requests; return (requests, their slots) for each prefill.
 
-        A request that can continue a free slot gets it. Others get slots that none can continue, then the oldest.
+        A request that can continue a free slot gets it. Others get slots whose tokens the host has not read, so that
+        none can continue them, then those of the oldest requests.
         """
         starting = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
         slots = dict[Request, int]()
@@ -298,12 +300,12 @@ class ContinuousBatching(Session):
 
     def _find_tokens(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
         """Return how many first tokens of a prompt a free slot has, and the slot; (0, -1) without one."""
-        found = [
+        shared = [
             (last.num_shared(request.prompt.ids), slot)
             for slot in free
             if (last := self.contents.get(slot)) and (request.streams or last is request.after)
         ]
-        return max(found, default=(0, -1))
+        return max(shared, default=(0, -1))
 
     def _set_final_step(self, requests: Sequence[Request]) -> None:
         """Raise `final_step` for requests that start now; the prefill draws the first token of each."""

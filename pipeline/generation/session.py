@@ -7,7 +7,8 @@
 
 `episodes.generate` samples a rollout by a session: all prompts, and turn after turn where tools answer.
 `generator.Generator` has sessions of the fused and static backends, `eager.EagerGenerator` those of the eager one. A
-response does not depend on other requests, except for rounding in another batch shape.
+response does not depend on other requests, except for rounding in another batch shape, and in the prefill of a prompt
+that continues what a slot has (`Request.num_shared`).
 """
 
 from abc import ABC, abstractmethod
@@ -69,8 +70,8 @@ class Request:
         The slot has no key of the last token that was drawn. The last token of `ids` is computed for its logits.
         """
         cached = [*self.prompt.ids, *(() if self.is_withdrawn else self.seen)][:-1]
-        pairs = enumerate(zip(cached, ids[:-1], strict=False))
-        shared = next((n for n, (one, other) in pairs if one != other), min(len(cached), len(ids) - 1))
+        most = min(len(cached), len(ids) - 1)
+        shared = next((n for n in range(most) if cached[n] != ids[n]), most)
         return shared if 2 * shared >= max(len(cached), len(ids)) else 0
 
 

@@ -50,7 +50,7 @@ def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
 ROWS = {3: (5, 2), 0: (9, 1), 4: (1, 6), 1: (6, 3)}
 POSITIONS = 12
 # Learned and rotary positions, heads that share keys, windows, soft caps, two norms of heads, and experts.
-QUICK = {"fused": ("opt", "gemma-2", "gemma-3"), "static": ("opt-350m", "gemma-3")}
+QUICK = {"fused": ("opt",), "static": ("gemma-3",)}
 FORWARDS = [("fused", name) for name in FUSED] + [("static", name) for name in STATIC]
 
 
@@ -98,12 +98,11 @@ def test_rows_continue_what_their_slots_have(backend: str, name: str) -> None:
 
 @dataclass
 class Talk:
-    """A conversation of which each turn is answered by its last token and two more."""
+    """A conversation of which each turn is answered by its last token and one to four more."""
 
     prompt: list[int]
     turns: int = 3
     sampling: Sampling = Sampling(9, 0.9)
-    stop_after: int = 0  # withdraw its first turn after so many steps
     responses: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
 
@@ -119,7 +118,7 @@ def talked(session: Session, talks: Sequence[Talk], *, streams: bool) -> list[Ta
     """Sample all conversations; those that stream are found by their ids."""
     for talk in talks:
         talk.submit(session, [], streams=streams)
-    for step in range(1, 400):
+    for _ in range(400):
         for event in session.advance():
             if not isinstance(event, Finished):
                 continue
@@ -129,11 +128,7 @@ def talked(session: Session, talks: Sequence[Talk], *, streams: bool) -> list[Ta
             if len(talk.responses) < talk.turns:
                 event.request.seen = ids
                 how: dict[str, Any] = {"streams": True} if streams else {"after": event.request}
-                talk.submit(session, [*ids, 200, ids[-1] + 10, 201], **how)
-        for talk in talks:
-            if step == talk.stop_after:
-                session.withdraw(talk.requests[-1])
-                talk.submit(session, [202, 203], streams=streams)
+                talk.submit(session, [*ids, 200, ids[-1] + 10, *[201] * (ids[-1] % 4)], **how)
         if session.is_idle:
             return list(talks)
     raise AssertionError("it does not end")
@@ -166,7 +161,7 @@ def openings(*lengths: int, **settings: Any) -> list[Talk]:
     return [Talk(ids, **settings) for ids in random_ids(lengths, seed=7)]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("backend", "make", "streams"),
     [("static", opt, True), ("static", llama, False), ("fused", llama, True), ("fused", opt, False)],
@@ -183,8 +178,8 @@ def test_each_turn_continues_its_slot(backend: str, make: Callable[[], Any], str
         assert [starts(one), *map(str, one.responses)] == [starts(other), *map(str, other.responses)], "bit for bit"
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("num_slots", [3, 2])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("num_slots", [3, 4])
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize(("backend", "streams"), [("static", True), ("fused", False), ("static", False)])
 def test_slots_that_others_took_are_not_continued(
@@ -214,46 +209,87 @@ def test_a_turn_behind_a_stop_text_continues_the_tokens_before_it(
     talks = assert_as_whole(
         source_of(backend, opt(), frozenset()), lambda: openings(6, 9, 7, sampling=sampling), streams=streams
     )
-    assert {len(ids) for talk in talks for ids, _ in talk.responses} >= {1, 2, 9}
+    assert {1, 2} <= {len(ids) for talk in talks for ids, _ in talk.responses}
     assert any(start for talk in talks for start in starts(talk))
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("steps", [3, 1, 2, 5])
+@pytest.mark.parametrize("steps", [2, 6, 1, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_withdrawn_request_leaves_its_prompt(backend: str, steps: int) -> None:
-    """What follows it is not what it had drawn; its slot may be known to be free too late."""
-    source = source_of(backend, llama(), frozenset())
-    talks = assert_as_whole(source, lambda: [*openings(12, stop_after=steps, turns=2), *openings(9, 7)], streams=True)
-    assert starts(talks[0])[1] in (0, 11), "all but the last token of the prompt"
-    session = source.session(ROOM)
-    talk, *_ = talked(session, openings(12, stop_after=steps), streams=True)
-    assert starts(talk)[1] in (0, 11) and starts(talk)[2] > 12
+    """Not what it has drawn. Another request runs beside it."""
+    source, found = source_of(backend, llama(), frozenset()), list[list[int]]()
+    first, second = openings(12, 7)
+    later = [*first.prompt, 202, 203]
+    for session in (source.session(ROOM), EagerGenerator(source.forward.plain, source.vocabulary).session(ROOM)):
+        second.submit(session, [])
+        if not found:
+            first.submit(session, [], streams=True)
+            for _ in range(steps):
+                session.advance()
+            session.withdraw(first.requests[0])
+            session.advance()
+        request = session.submit(Prompt.of(later), Sampling(9), KEY, streams=True)
+        found.append(ended(session)[request])
+        assert request.start == (11 if len(found) == 1 else 0)
+    assert found[0] == found[1]
 
 
-SHORT = Capacity(3, 30, 80)
+SHORT = Capacity(3, 60, 80)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("streams", [True, False])
-@pytest.mark.parametrize(("memory", "evicts"), [(120, True), (400, False)])
-def test_a_cache_that_grows_or_loses_slots_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, memory: int, evicts: bool, streams: bool,
-    deferred: bool,
-) -> None:  # fmt: skip
-    """Slots have 51 positions at first and need up to 80. A turn that loses its slot starts from its whole prompt."""
-    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type} if deferred else ()))
+@pytest.fixture
+def short_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots have 21 positions at first and need up to 80."""
     monkeypatch.setattr(generator, "FIRST_NEW_TOKENS", 1)
     for module in ("generator", "slots"):
         monkeypatch.setattr(f"pipeline.generation.{module}.CACHE_LENGTH_MULTIPLE", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize(("memory", "evicts"), [(100, True), (400, False)])
+def test_a_cache_that_grows_or_loses_slots_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, short_cache: None, caplog: pytest.LogCaptureFixture, memory: int, evicts: bool,
+    streams: bool, deferred: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type} if deferred else ()))
     monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: memory)
     source = source_of("fused", opt())
     with caplog.at_level("INFO", logger="pipeline.generation.scheduler"):
         talks = assert_as_whole(source, lambda: openings(12, 5, 20, 9, turns=4), streams=streams, room=SHORT)
-    assert source._buffers is not None and source._buffers.cache_length > 51
+    assert source._buffers is not None and source._buffers.cache_length > 33
     assert ("start again" in caplog.text) is evicts
     assert any(start for talk in talks for start in starts(talk))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_turn_whose_slot_is_lost_starts_from_its_whole_prompt(
+    monkeypatch: pytest.MonkeyPatch, short_cache: None, is_running: bool
+) -> None:
+    """Memory for three slots, then two, whose numbers change; the turn comes afterwards, or runs and has to restart."""
+    monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: 130)
+    source, found = source_of("fused", opt(), frozenset()), list[dict[int, list[int]]]()
+    for session in (source.session(SHORT), EagerGenerator(source.forward.plain, source.vocabulary).session(SHORT)):
+        limits = (3, 40, 44)
+        requests = [
+            session.submit(Prompt.of(ids), Sampling(limit), KEY)
+            for ids, limit in zip(random_ids((6, 14, 16)), limits, strict=True)
+        ]
+        responses = ended(session, until=requests[0] if is_running else None)
+        requests[0].seen = responses[requests[0]]
+        later = [*requests[0].prompt.ids, *requests[0].seen, 200, 201]
+        turn = session.submit(Prompt.of(later), Sampling(25), KEY, after=requests[0])
+        if is_running and not found:
+            session.advance()
+            assert turn.start == 8
+        responses |= ended(session)
+        assert turn.start == 0
+        found.append({request.number: ids for request, ids in responses.items()})
+    assert found[0] == found[1] and len(found[0]) == 4
+    assert source._buffers is not None and source._buffers.num_slots == 2
 
 
 def test_a_session_continues_nothing_of_the_one_before() -> None:
@@ -266,7 +302,8 @@ def test_a_session_continues_nothing_of_the_one_before() -> None:
     assert all(starts(talk)[0] == 0 < starts(talk)[1] for talk in talks)
 
 
-@pytest.mark.parametrize("limit", [30, 1])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("limit", [60, 1])
 def test_a_prefill_counts_the_tokens_that_slots_have(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", limit)
     source, batches = source_of("static", llama()), list[list[Request]]()
@@ -279,7 +316,7 @@ def test_a_prefill_counts_the_tokens_that_slots_have(monkeypatch: pytest.MonkeyP
     assert_as_whole(source, lambda: openings(6, 9, 7))
     assert all(len({bool(request.start) for request in batch}) == 1 for batch in batches)
     assert all(len(batch) * max(len(one.prompt.ids) for one in batch) <= limit or len(batch) == 1 for batch in batches)
-    assert any(len(batch) > 1 and batch[0].start for batch in batches) is (limit == 30)
+    assert any(len(batch) > 1 and batch[0].start for batch in batches) is (limit == 60)
 
 
 def test_two_samples_of_a_continued_prompt_continue_two_slots_or_one() -> None:
@@ -295,17 +332,18 @@ def test_two_samples_of_a_continued_prompt_continue_two_slots_or_one() -> None:
             ended(one)
             prompt = Prompt.of([*opening.ids, 205, 206])
             requests = [one.submit(prompt, Sampling(6), KEY, sample=sample, **how) for sample in range(2)]
-            found.append((ended(one), [request.start for request in requests]))
+            responses = ended(one)
+            found.append(([responses[request] for request in requests], [request.start for request in requests]))
         assert found[0][0] == found[1][0]
         assert found[0][1] == [12, 12][:num_before] + [0] * (2 - num_before)
 
 
-def ended(session: Session) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    while not session.is_idle:
-        found |= {
-            event.request.sample: event.ids.tolist() for event in session.advance() if isinstance(event, Finished)
-        }
+def ended(session: Session, *, until: Request | None = None) -> dict[Request, list[int]]:
+    """The responses that have ended when the session is idle, or with that one."""
+    found: dict[Request, list[int]] = {}
+    while not session.is_idle and until not in found:
+        events = [event for event in session.advance() if isinstance(event, Finished)]
+        found |= {event.request: event.ids.tolist() for event in events}
     return found
 
 

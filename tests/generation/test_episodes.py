@@ -108,7 +108,7 @@ def test_each_turn_continues_all_tokens_before_it(backend: str) -> None:
     assert sorted(answers.over) == list(range(12)), "each ends once"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_slots", [2, 1, 12])
 @pytest.mark.parametrize("share", [0.5, 0.0, 9.0])
 def test_slots_and_the_time_to_answer_change_nothing(

@@ -168,7 +168,8 @@ def test_responses_that_lost_their_slots_start_again_before_those_that_wait(monk
     assert [sorted(ended[:2]), sorted(ended[2:4]), ended[4:]] == [[0, 1], [2, 3], [4]]
 
 
-@pytest.mark.parametrize(("memory", "left"), [(99, 2), (14, 1)])
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("memory", "left"), [(14, 1), (99, 2)])
 def test_a_prompt_may_be_longer_than_the_cache_is_at_first(monkeypatch, short_cache, memory, left):
     """It has positions for 4 tokens, and a prompt 8: it grows, or the prompt waits for the only slot that is left."""
     monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: memory)
