@@ -6,7 +6,7 @@
 import os
 import subprocess
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -77,11 +77,9 @@ def device_key() -> str:
 
 def stored_constants() -> DeviceConstants | None:
     """Return the constants that were measured for this machine's GPU, torch and driver; None: not measured."""
-    stored, names = read_object(constants_file()), {one.name for one in fields(DeviceConstants)}
-    # Another version, which may know further constants, may have written the file.
-    with suppress(TypeError, KeyError, AttributeError):
-        values = stored[device_key()].items() if stored else ()
-        return DeviceConstants(**{name: value for name, value in values if name in names})
+    stored = read_object(constants_file())
+    with suppress(TypeError, KeyError):  # another commit, which measured other constants, may have written the file
+        return DeviceConstants(**stored[device_key()]) if stored else None
     return None
 
 

@@ -4,7 +4,6 @@ It reads the flags and answers `--help` before it imports torch.
 """
 
 import json
-import sys
 
 from pipeline.console import quit_on_interrupt
 from pipeline.errors import show
@@ -13,25 +12,19 @@ if __name__ == "__main__":
     quit_on_interrupt()  # importing the flags takes a moment, in which Ctrl-C must work
 
 from pipeline.models.paths import check_reward_model
-from pipeline.run.entry import command_flags, run_command
+from pipeline.run.entry import command, command_flags
 from step2_reward.config import RewardEvalConfig
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Evaluate the reward model of a folder on pairs; returns the exit code."""
+def run(argv: list[str], prog: str) -> None:
+    """Evaluate the reward model of a folder on pairs."""
+    resolved = command_flags(RewardEvalConfig, argv, section="reward", prog=prog)
+    options = resolved.config
+    check_reward_model(options.model, "--model")
+    from step2_reward.pair_scores import evaluate_folder, lines
 
-    def work() -> None:
-        arguments = sys.argv[1:] if argv is None else argv
-        resolved = command_flags(RewardEvalConfig, arguments, section="reward", prog="python -m step2_reward.eval")
-        options = resolved.config
-        check_reward_model(options.model, "--model")
-        from step2_reward.pair_scores import evaluate_folder, lines
-
-        results = evaluate_folder(options.model, resolved)
-        show(json.dumps(results) if options.json_output else "\n".join(lines(results)))
-
-    return run_command(work)
+    results = evaluate_folder(options.model, resolved)
+    show(json.dumps(results) if options.json_output else "\n".join(lines(results)))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(run, "python -m step2_reward.eval")

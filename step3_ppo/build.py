@@ -96,7 +96,8 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
     if resumed is None:
         return state, None
     if state.step and ppo.models.takes_first:
-        ppo.models.normalise_by(state.score_constants or [0.0, 1.0])  # a run of an older version used raw scores
+        # With --force-resume the run may have had other reward models, which stored their own constants.
+        ppo.models.normalise_by(state.score_constants or [0.0, 1.0])
     if ppo.models.average is not None and "average" in resumed.fragments:
         ppo.models.average.restore(resumed.fragments["average"])
     if not state.update:

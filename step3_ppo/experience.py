@@ -306,15 +306,8 @@ class Collected:
     micro_batch_size: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores; where rows have one turn, lengths for the trained tokens."""
-        named, sampled = self.responses.tensors("responses/"), self.responses
-        if bool((sampled.prompt_lengths + sampled.response_lengths == sampled.sequence_lengths).all()):
-            del named["responses/trained"]
-            named |= {
-                "responses/prompt_lengths": sampled.prompt_lengths,
-                "responses/response_lengths": sampled.response_lengths,
-            }
-        return named | self.experience.tensors("experience/")
+        """Return the tensors that a checkpoint stores."""
+        return self.responses.tensors("responses/") | self.experience.tensors("experience/")
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor], metrics: dict[str, float], device: torch.device) -> Self:
@@ -327,7 +320,7 @@ class Collected:
         has_values = {f.name for f in fields(ValueTargets)} <= columns.keys()
         columns["targets"] = ValueTargets(columns.pop("values"), columns.pop("returns")) if has_values else None
         rows = parts["responses"]
-        if "trained" not in rows:
+        if "trained" not in rows:  # up to 0c0ab5fc rows of one turn were stored by their lengths
             lengths = rows.pop("prompt_lengths"), rows.pop("response_lengths")
             rows["trained"] = span_mask(*lengths, rows["sequences"].shape[1])
         return cls(Responses(**rows), Experience(**columns), metrics)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.data.cache import StageData
 from pipeline.data.templates import encode_prompt
-from pipeline.data.tool_turns import ToolTurns
+from pipeline.data.tool_turns import SampledTurn, ToolTurns
 from pipeline.data.turns import parse_tools, turns_of_json
 from pipeline.errors import InputError, RunError
 from pipeline.generation.episodes import Episode
@@ -232,17 +232,15 @@ class Talk:
 
     def answer(self, episode: Episode) -> Callable[[], list[int]] | None:
         """Begin the calls of the last turn; see `Answers`."""
-        talk, ids = self.conversations[episode.number], episode.segments[-1].on_host
+        talk, turn = self.conversations[episode.number], self.use.turns.read(episode.segments[-1].on_host)
         talk.num_turns += 1
-        talk.messages.append(self.use.turns.turn(ids))
+        talk.messages.append(turn.message)
         is_over = talk.num_turns >= self.use.max_turns or talk.failure is not None or episode.reason != "end"
-        if is_over or self.chosen[episode.number // self.num_samples] is None:
+        if is_over or not turn.calls or self.chosen[episode.number // self.num_samples] is None:
             return None
-        if not (calls := self.use.turns.calls(ids)):
-            return None
-        return partial(self._ids_of, talk, ids, self.use.tools.call(episode.number, calls))
+        return partial(self._ids_of, talk, turn, self.use.tools.call(episode.number, turn.calls))
 
-    def _ids_of(self, talk: Conversation, called: list[int], future: "Future[list[ToolResult] | Failure]") -> list[int]:
+    def _ids_of(self, talk: Conversation, turn: SampledTurn, future: "Future[list[ToolResult] | Failure]") -> list[int]:
         results = self.waited(future)
         if isinstance(results, Failure):
             talk.failure = results
@@ -251,7 +249,7 @@ class Talk:
         talk.num_failed += sum(one.failed for one in results)
         talk.seconds += sum(one.seconds for one in results)
         talk.messages += [{"role": "tool", "name": one.name, "content": one.text} for one in results]
-        return self.use.turns.results([(one.name, one.text) for one in results], called)
+        return self.use.turns.results([(one.name, one.text) for one in results], turn.call_ids)
 
     def ended(self, episode: Episode) -> None:
         """Note a conversation that has ended."""

@@ -13,10 +13,10 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from pipeline.data.templates import RefusedTurnsError, name_of, render_turns, special_tokens
-from pipeline.data.tool_calls import THINK, CallFormat, CallPart, CallReader, ToolCall, WrongCall
+from pipeline.data.tool_calls import THINK, CallFormat, CallReader, ToolCall, WrongCall
 from pipeline.data.turns import broken_up
 from pipeline.errors import InputError
 
@@ -28,6 +28,20 @@ NAME, OTHER_NAME, KEY, VALUE, ANSWER = "zqname", "zqother", "zqkey", "zqvalue", 
 ARGUMENTS = {KEY: VALUE}
 QUESTION = {"role": "user", "content": "question"}
 JSON_START = re.compile(r"[\[{]")
+
+
+class SampledTurn(NamedTuple):
+    """A sampled assistant turn.
+
+    message: it with "role", "content" and, if it has valid calls, "tool_calls". The content is all that is no valid
+        call: thoughts, other text, and wrong calls as the model wrote them.
+    calls: its calls, in order; [] if it calls nothing and is the answer.
+    call_ids: the id that the model gave each call, of any JSON type; None: it gave none.
+    """
+
+    message: dict[str, Any]
+    calls: list[ToolCall | WrongCall]
+    call_ids: list[Any]
 
 
 class ToolTurns:
@@ -64,50 +78,42 @@ class ToolTurns:
             self._refuse(f"rejects turns with tools ({str(error.__cause__).strip().splitlines()[0]})")
         self._reader = CallReader(self._format, schemas, self._generation_prompt.rstrip().endswith(THINK))
 
-    def calls(self, ids: Sequence[int]) -> list[ToolCall | WrongCall]:
-        """Return the calls of one sampled assistant turn, in order; [] if it calls nothing and is the answer.
+    def read(self, ids: Sequence[int]) -> SampledTurn:
+        """Return one sampled assistant turn with its calls.
 
         Args:
             ids: the sampled ids of the turn, with its end token. A turn that was truncated has none, and may hold an
                 unclosed call, which is a WrongCall.
         """
-        return [call for part in self._parts(ids) for call in part.calls]
+        text, rest, end = self._text(ids), "", 0
+        parts = self._reader.find(text)
+        calls = [call for part in parts for call in part.calls]
+        if valid := [call for call in calls if isinstance(call, ToolCall)]:
+            for part in parts:
+                if all(isinstance(call, ToolCall) for call in part.calls):
+                    rest, end = rest + text[end : part.start], part.end
+            rest += text[end:]
+            for token in self._special.texts:
+                rest = rest.replace(token, "")
+            message = _calling([(call.name, call.arguments) for call in valid], rest.strip())
+        else:
+            message = {"role": "assistant", "content": self._tokenizer.decode(list(ids), skip_special_tokens=True)}
+        return SampledTurn(message, calls, [one for part in parts for one in part.call_ids])
 
-    def turn(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Return a sampled assistant turn as a message with "role", "content" and, if it calls, "tool_calls".
-
-        The content is all that is no valid call: thoughts, other text, and wrong calls as the model wrote them.
-        """
-        text, calls, rest, end = self._text(ids), list[ToolCall](), "", 0
-        for part in self._parts(ids):
-            valid = [call for call in part.calls if isinstance(call, ToolCall)]
-            if len(valid) == len(part.calls):
-                rest, end = rest + text[end : part.start], part.end
-            calls += valid
-        if not calls:
-            return {"role": "assistant", "content": self._tokenizer.decode(list(ids), skip_special_tokens=True)}
-        rest += text[end:]
-        for token in self._special.texts:
-            rest = rest.replace(token, "")
-        return _calling([(call.name, call.arguments) for call in calls], rest.strip())
-
-    def results(self, results: Sequence[tuple[str, str]], called: Sequence[int] = ()) -> list[int]:
+    def results(self, results: Sequence[tuple[str, str]], call_ids: Sequence[Any]) -> list[int]:
         """Return the ids between the end token of a sampled turn that calls tools and the next sampled token.
 
         They are the rest of the assistant turn (a newline of Qwen's), the turns of the results, and the generation
         prompt. Texts that spell special tokens are broken up.
 
         Args:
-            results: name and text of each result, in the order of `calls`.
-            called: the sampled ids of the turn that calls. A template that writes ids of calls (Mistral's) needs them,
-                because a result repeats the id that the model wrote.
+            results: name and text of each result, in the order of the calls.
+            call_ids: those of the turn that calls. A template that writes ids of calls (Mistral's) needs them, because
+                a result repeats the id that the model wrote.
         """
         plain = [(self._plain(name), self._plain(text)) for name, text in results]
         if self._format.id_key is not None:
-            if not called:
-                raise ValueError("this template's results repeat the ids of calls: give the ids of the turn that calls")
-            given = [call_id for part in self._parts(called) for call_id in part.call_ids]
-            ids = [self._plain(one) if isinstance(one, str) else _call_id(n) for n, one in enumerate(given)]
+            ids = [self._plain(one) if isinstance(one, str) else _call_id(n) for n, one in enumerate(call_ids)]
             with suppress(RefusedTurnsError):  # an id that the template does not accept
                 return self._encode(self._added(_round(plain, ids)))
         return self._encode(self._added(_round(plain)))
@@ -123,9 +129,6 @@ class ToolTurns:
         """Decode a sampled turn without its end token, with the special tokens that some formats of calls have."""
         ids = list(ids[:-1] if len(ids) and ids[-1] in self._special.ends else ids)
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def _parts(self, ids: Sequence[int]) -> list[CallPart]:
-        return self._reader.find(self._text(ids))
 
     def _refuse(self, what: str) -> NoReturn:
         raise InputError(

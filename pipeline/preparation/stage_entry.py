@@ -5,7 +5,8 @@ only when something is planned, and the parts of a run only when it starts, so t
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 from pipeline.configuration.flags import parse, stage_arguments
@@ -18,7 +19,7 @@ from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputErro
 from pipeline.hub import check_push
 from pipeline.processes import WAITS, let_threads_sleep, wait_for_go
 from pipeline.rendezvous import check_environment, check_launched, num_ranks, own_slots
-from pipeline.run.entry import run_command
+from pipeline.run.entry import leave, run_command
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
 from pipeline.run.reporter import Reporter
 from pipeline.run.stop_request import StopRequest, quit_now
@@ -26,7 +27,18 @@ from pipeline.run.stop_request import StopRequest, quit_now
 EARLY = "stopped before the first step, with nothing to save; the same command starts again"
 
 
-def enter(stage: Stage, argv: list[str] | None) -> int:
+def program_of(stage: Stage, module: str) -> Callable[..., int]:
+    """Return the `main` of a stage: (argv) runs its command line and returns the exit code.
+
+    Where `module` is the program (`python -m step1_sft.main`), run it and end the process with that code.
+    """
+    main = partial(enter, stage)
+    if module == "__main__":
+        leave(main())
+    return main
+
+
+def enter(stage: Stage, argv: list[str] | None = None) -> int:
     """Parse the flags of a stage and run its loop, or make its dry run; returns the exit code.
 
     docs/contribute/design.md, section 3, has the codes. Rank 0 writes the report if no supervisor does.

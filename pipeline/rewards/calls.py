@@ -13,12 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pipeline.errors import InputError, nearest
 
 FailureKind = Literal["raised", "timed out", "worker died", "no connection"]
-KINDS = get_args(FailureKind)
 OURS = ("prompts", "completions", "completion_ids")
 # Arguments of TRL that concern its trainer: `trainer_state.global_step` is the step, what is logged is dropped.
 TRAINERS = ("trainer_state", "log_extra", "log_metric")

@@ -28,7 +28,7 @@ MOST_ROWS = 1_000  # values that are stored of an evaluation; of more rows only 
 WEIGHT = "weight"  # key in a line of row values: weight of each row in a mean, its tokens or its responses with a value
 EXPONENTIALS = {"eval_perplexity": "eval_loss"}  # metrics that are exp of a mean over rows
 # Metrics of an evaluation that are means of a field of its samples.
-OF_SAMPLES = {"eval_objective/scores": "score", "eval_objective/kl": "kl", "eval_completions/mean_length": "tokens"}
+OF_SAMPLES = {"eval_objective/kl": "kl", "eval_completions/mean_length": "tokens"}
 PHRASES = {
     "worse": "WORSE than at the start: {worse}",
     "better": "better than at the start",
@@ -138,16 +138,12 @@ def verdict_on(run_dir: Path, name: str, first: dict[str, Any], last: dict[str, 
     """
     if (after := number_of(last[name])) != after:
         return "worse"
-    num_rows, (before, now) = number_of(last.get("eval_rows")), (rows_of(run_dir, line, name) for line in (first, last))
-    if before and now:
-        difference, error = difference_of(before, now)
-        num_rows = min(len(before), len(now))
-    else:
-        errors = (standard_error(run_dir, line, name) for line in (first, last))
-        difference, error = after - number_of(first[name]), math.hypot(*errors)
-    if error != error:  # also of a single row
-        return "same" if before and now else "unknown"
-    is_shown = abs(difference) > max(ERRORS * error, TINY) and num_rows >= ALIKE
+    before, now = (rows_of(run_dir, line, name) for line in (first, last))
+    if not (before and now):
+        return "unknown"
+    difference, error = difference_of(before, now)
+    # The error of a single row is NaN, which nothing exceeds.
+    is_shown = abs(difference) > max(TINY, ERRORS * error) and min(len(before), len(now)) >= ALIKE
     return "same" if not is_shown else "better" if better * difference > 0 else "worse"
 
 
@@ -171,14 +167,11 @@ def difference_of(before: Rows, after: Rows) -> tuple[float, float]:
 def standard_error(run_dir: Path, line: dict[str, Any], name: str) -> float:
     """Return the standard error of a number of an evaluation; NaN if the run has not stored what it depends on.
 
-    Without values of rows, the error of an accuracy is binomial. That of a mean comes from the samples, if each has
-    another prompt.
+    Without values of rows, that of a mean comes from the samples, if each has another prompt.
     """
     num_rows, value = number_of(line.get("eval_rows")), number_of(line[name])
     if rows := rows_of(run_dir, line, name):
         return difference_of({}, rows)[1] * (value if name in EXPONENTIALS else 1.0)
-    if name == "eval_accuracy" and num_rows and 0 <= value <= 1:
-        return math.sqrt(value * (1 - value) / num_rows)
     answers = samples(run_dir, line["step"]) if name in OF_SAMPLES else []
     values = [row[OF_SAMPLES[name]] for row in answers if row[OF_SAMPLES[name]] is not None]
     is_whole = len(answers) == len(values) == num_rows == len({row["prompt"] for row in answers})

@@ -16,6 +16,7 @@ from pipeline.checkpoints.shared_names import data_name, shareable_flags
 from pipeline.configuration.flags import parse
 from pipeline.configuration.stage import Stage
 from pipeline.dist import World
+from pipeline.run.evaluations import row_values_line
 from pipeline.run.run import Run
 from pipeline.run.stop_request import StopRequest
 from step1_sft.stage import STAGE as SFT
@@ -42,6 +43,12 @@ def make_run(folder: Path, stage: Stage, *words: object, contents: dict[str, Any
 def write_lines(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
     folder.mkdir(exist_ok=True)
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_rows(folder: Path, name: str, values: dict[int, list[float]]) -> None:
+    """Write the values of held-out rows of the evaluation of each step."""
+    lines = (row_values_line(step, {name: rows}, "data") for step, rows in values.items())
+    (folder / "row_values.jsonl").write_text("".join(lines))
 
 
 def card_of(run: Run, *, kind: str = "A model", step: int = 20, scores: bool = False) -> str:
@@ -97,11 +104,12 @@ def test_the_card_of_a_reward_model_has_the_error_of_its_accuracy(tmp_path: Path
     run = make_run(tmp_path, REWARD, "--model-name-or-path", "org/base@v1", "--data-path", "a.jsonl")
     line = {"step": 20, "eval_accuracy": 0.64, "eval_margin": 1.5, "eval_rows": 100, "loss": 1.0, "accuracy": 0.5}
     write_lines(tmp_path, "metrics.jsonl", [line])
+    write_rows(tmp_path, "eval_accuracy", {20: [1.0] * 64 + [0.0] * 36})
     text = card_of(run, scores=True)
     data = ModelCard(text).data
     assert (data.pipeline_tag, data.base_model, data.tags) == ("text-classification", "org/base", ["rlhf", "reward"])
     assert rows_of(sections(text)["Evaluation"][1]) == [
-        ["`eval_accuracy`", "0.64", "0.64", "0.048"], ["`eval_margin`", "1.5", "1.5", ""]
+        ["`eval_accuracy`", "0.64", "0.64", "0.04824"], ["`eval_margin`", "1.5", "1.5", ""]
     ]  # fmt: skip
     assert "mean of `accuracy`" in sections(text)["Training"][0]
 
@@ -112,6 +120,7 @@ def test_the_card_says_what_the_rows_can_show_and_what_it_cost(tmp_path: Path) -
     values = ((0, 0.5), (20, 0.51), (30, 1.0))
     lines = [{"step": n, "eval_accuracy": x, "eval_rows": 100, "time": 3600.0, "num_tokens": 2e6} for n, x in values]
     write_lines(tmp_path, "metrics.jsonl", lines)
+    write_rows(tmp_path, "eval_accuracy", {n: [1.0] * round(100 * x) + [0.0] * round(100 - 100 * x) for n, x in values})
     titles, metrics = {"eval_accuracy": "held-out accuracy"}, {"accuracy": {"better": 1}}
     (tmp_path / "meaning.json").write_text(json.dumps({"titles": titles, "metrics": metrics, "starts": [[-1, 2, 0.0]]}))
     for step, said in ((20, "no difference that 100 rows can show"), (30, "better than at the start")):
@@ -125,6 +134,7 @@ def actor_run(folder: Path, base: Path, *words: object) -> Run:
     write_lines(folder / "run", "samples.jsonl", [{"step": 20, "finished": True, **row} for row in SAMPLES])
     scores = {"eval_objective/scores": 3.0, "eval_objective/kl": 0.75, "eval_rows": 4}
     write_lines(folder / "run", "metrics.jsonl", [{"step": 20, **scores}])
+    write_rows(folder / "run", "eval_objective/scores", {20: [float(one["score"]) for one in SAMPLES]})
     function = json.dumps(
         {"name": f"{folder}/mine/rules.py:short", "weight": 2, "args": {"most": 9, "api_key": SECRET}}
     )
@@ -165,7 +175,7 @@ def test_the_card_of_an_actor_has_samples_rewards_and_errors(tmp_path: Path, bas
 def test_samples_of_one_prompt_give_no_error(tmp_path: Path, base: Path) -> None:
     run = actor_run(tmp_path, base)
     write_lines(tmp_path / "run", "samples.jsonl", [{"step": 20, "finished": True, **SAMPLES[0]}] * 4)
-    assert rows_of(sections(card_of(run))["Evaluation"][1])[0][3] == ""
+    assert rows_of(sections(card_of(run))["Evaluation"][1])[1][3] == ""
 
 
 def test_nothing_in_a_card_breaks_out(tmp_path: Path, base: Path) -> None:

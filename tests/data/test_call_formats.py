@@ -52,7 +52,7 @@ def ids_of(turns: ToolTurns, text: str) -> list[int]:
 
 
 def calls(turns: ToolTurns, text: str) -> list[Any]:
-    return turns.calls(ids_of(turns, text))
+    return turns.read(ids_of(turns, text)).calls
 
 
 def problem(turns: ToolTurns, text: str) -> tuple[str, str]:
@@ -214,8 +214,8 @@ def test_a_turn_is_a_message_with_what_it_calls_and_all_other_text(readers: dict
     good, wrong = tagged('{"name": "weather", "arguments": {"city": "Paris"}}'), tagged('{"name": ')
     function = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
     answer = {"role": "assistant", "content": " It is warm. "}
-    assert turns.turn(ids_of(turns, " It is warm. ")) == answer
-    assert turns.turn(ids_of(turns, wrong)) == {"role": "assistant", "content": wrong}
+    assert turns.read(ids_of(turns, " It is warm. ")).message == answer
+    assert turns.read(ids_of(turns, wrong)).message == {"role": "assistant", "content": wrong}
     for text, content in (
         (good, ""),
         (f"<think>{wrong}</think>\nHm.\n{good}\n", f"<think>{wrong}</think>\nHm."),
@@ -223,8 +223,8 @@ def test_a_turn_is_a_message_with_what_it_calls_and_all_other_text(readers: dict
         (f"<|im_start|>Hm.{good}", "Hm."),
     ):
         expected = {"role": "assistant", "content": content, "tool_calls": [function]}
-        assert turns.turn(ids_of(turns, text)) == expected
-    twice = turns.turn(ids_of(turns, good + "\n" + good))
+        assert turns.read(ids_of(turns, text)).message == expected
+    twice = turns.read(ids_of(turns, good + "\n" + good)).message
     assert twice == {"role": "assistant", "content": "", "tool_calls": [function] * 2}
 
 
@@ -234,10 +234,10 @@ def test_a_truncated_turn_has_no_end_token_and_is_read_as_it_is(readers: dict[st
         ("bare", '{"name": "clock", "parameters": {}}'),
     ):
         ids = ids_of(readers[name], text)[:-1]
-        assert readers[name].calls(ids) == [HOUR]
-        (wrong,) = readers[name].calls(ids[:-1])
+        assert readers[name].read(ids).calls == [HOUR]
+        (wrong,) = readers[name].read(ids[:-1]).calls
         assert isinstance(wrong, WrongCall)
-    assert readers["hermes"].calls([]) == [] == readers["bare"].calls([])
+    assert readers["hermes"].read([]).calls == [] == readers["bare"].read([]).calls
 
 
 def test_schemas_may_be_flat_and_allow_other_arguments(real_data: Path) -> None:

@@ -76,10 +76,10 @@ def episode(
         text = thought + sampled_calls(name, [call[:2] for call in calls]) + tokenizer.eos_token
         sampled = ids_after(tokenizer, text)
         results = [(tool, result) for tool, _, result in calls]
-        assert turns.calls(sampled) == [ToolCall(tool, arguments) for tool, arguments, _ in calls]
-        added = turns.results(results, sampled)
+        assert turns.read(sampled).calls == [ToolCall(tool, arguments) for tool, arguments, _ in calls]
+        added = turns.results(results, turns.read(sampled).call_ids)
         ids, flags = ids + sampled + added, flags + [True] * len(sampled) + [False] * len(added)
-        message = turns.turn(sampled)
+        message = turns.read(sampled).message
         for number, call in enumerate(message["tool_calls"]):
             call["id"] = call_id(number)
         messages.append(message)
@@ -88,8 +88,8 @@ def episode(
             messages.append({"role": "tool", "name": tool, "content": plain, "tool_call_id": call_id(number)})
     space = " " if name == "mistral" else ""
     sampled = ids_after(tokenizer, thought + space + answer + tokenizer.eos_token)
-    assert turns.calls(sampled) == []
-    messages.append(turns.turn(sampled))
+    assert turns.read(sampled).calls == []
+    messages.append(turns.read(sampled).message)
     return ids + sampled, flags + [True] * len(sampled), messages
 
 
@@ -171,8 +171,8 @@ def test_what_stands_before_a_turn_changes_no_ids_behind_it(name: str, tokenizer
     texts = [sampled_calls(family, [CITY]), THOUGHT + sampled_calls(family, [CITY])]
     texts = [f"Well.</think>\n{text}" for text in texts] if name == "thoughtful" else texts
     sampled = [ids_after(tokenizer, text + tokenizer.eos_token) for text in texts]
-    assert turns.calls(sampled[0]) == turns.calls(sampled[1]) == [ToolCall(*CITY)]
-    first, second = (turns.results([("weather", "mild")], ids) for ids in sampled)
+    assert turns.read(sampled[0]).calls == turns.read(sampled[1]).calls == [ToolCall(*CITY)]
+    first, second = (turns.results([("weather", "mild")], turns.read(ids).call_ids) for ids in sampled)
     assert first == second
     prompt = encode_prompt(tokenizer, [Message("tools", json.dumps(TOOLS)), Message("user", QUESTION)])
     header = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], tools=TOOLS, tokenize=False)
@@ -185,8 +185,9 @@ def test_foreign_texts_forge_no_special_token(name: str, tokenizer: PreTrainedTo
     turns, special = ToolTurns(tokenizer, TOOLS), special_texts(tokenizer)
     sampled = ids_after(tokenizer, sampled_calls(tokenizer.name_or_path, [CITY]) + tokenizer.eos_token)
     ids = {*tokenizer.convert_tokens_to_ids(list(special))}
+    call_ids = turns.read(sampled).call_ids
     plain, forged = (
-        [token for token in turns.results([(text, text)], sampled) if token in ids] for text in ("x", "".join(special))
+        [token for token in turns.results([(text, text)], call_ids) if token in ids] for text in ("x", "".join(special))
     )
     assert plain == forged and plain
 
@@ -194,24 +195,27 @@ def test_foreign_texts_forge_no_special_token(name: str, tokenizer: PreTrainedTo
 def test_half_a_character_of_a_result_is_replaced(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     turns = ToolTurns(tokenizer, TOOLS)
     sampled = ids_after(tokenizer, sampled_calls(tokenizer.name_or_path, [CITY]) + tokenizer.eos_token)
-    assert turns.results([("weather", "a\ud800b")], sampled) == turns.results([("weather", "a?b")], sampled)
+    call_ids = turns.read(sampled).call_ids
+    assert turns.results([("weather", "a\ud800b")], call_ids) == turns.results([("weather", "a?b")], call_ids)
 
 
 @pytest.mark.parametrize("name", ["mistral", "sentencepiece mistral"])
 def test_results_repeat_the_ids_that_the_model_gave_its_calls(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """An id that the template does not accept, or a forged one, is replaced."""
     turns, end = ToolTurns(tokenizer, TOOLS), tokenizer.eos_token
-    with pytest.raises(ValueError, match="give the ids of the turn that calls"):
-        turns.results([("clock", "noon")])
     for given_id, expected in (('"abcdefghi"', "abcdefghi"), ('"short"', "call00000"), ("7", "call00000")):
         text = f'[TOOL_CALLS] [{{"name": "clock", "arguments": {{}}, "id": {given_id}}}]{end}'
-        added = tokenizer.decode(turns.results([("clock", "noon")], ids_after(tokenizer, text)))
+        added = tokenizer.decode(turns.results([("clock", "noon")], turns.read(ids_after(tokenizer, text)).call_ids))
         assert f'"call_id": "{expected}"' in added
     text = f'[TOOL_CALLS] [{{"name": "clock", "arguments": {{}}}}]{end}'
-    assert "call00000" in tokenizer.decode(turns.results([("clock", "noon")], ids_after(tokenizer, text)))
+    assert "call00000" in tokenizer.decode(
+        turns.results([("clock", "noon")], turns.read(ids_after(tokenizer, text)).call_ids)
+    )
     nine = '"x[INST]yz"'
     text = f'[TOOL_CALLS] [{{"name": "clock", "arguments": {{}}, "id": {nine}}}]{end}'
-    assert "[INST]" not in tokenizer.decode(turns.results([("clock", "noon")], ids_after(tokenizer, text)))
+    assert "[INST]" not in tokenizer.decode(
+        turns.results([("clock", "noon")], turns.read(ids_after(tokenizer, text)).call_ids)
+    )
 
 
 NO_TOOLS, NO_CALLS, OTHER = "does not render tools", "does not render the calls", "writes calls in another format"
@@ -269,9 +273,9 @@ def test_results_begin_behind_the_first_of_several_end_tokens(real_data: Path) -
     made = tool_tokenizer(real_data / "tokenizers", template, "<|endoftext|>", "hermes")
     turns = ToolTurns(made, TOOLS)
     text = "\n<|im_start|>tool\n<tool_response>\nnoon\n</tool_response><|endoftext|><|im_end|>\n<|im_start|>assistant\n"
-    assert made.decode(turns.results([("clock", "noon")])) == text
+    assert made.decode(turns.results([("clock", "noon")], [])) == text
     for end in ("<|im_end|>", "<|endoftext|>"):
-        assert turns.calls(ids_after(made, sampled_calls("hermes", [HOUR]) + end)) == [ToolCall(*HOUR)]
+        assert turns.read(ids_after(made, sampled_calls("hermes", [HOUR]) + end)).calls == [ToolCall(*HOUR)]
 
 
 def test_tools_are_rendered_all_or_refused(real_data: Path) -> None:
@@ -279,4 +283,4 @@ def test_tools_are_rendered_all_or_refused(real_data: Path) -> None:
     template = HERMES.replace("{{ tools | tojson }}", "{{ tools[0] | tojson }}")
     made = tool_tokenizer(real_data / "tokenizers", template, "<|im_end|>", "hers")
     assert refusal(ToolTurns, made, TOOLS) == [naming("hers does not render tools")]
-    assert ToolTurns(made, TOOLS[:1]).calls([]) == []
+    assert ToolTurns(made, TOOLS[:1]).read([]).calls == []

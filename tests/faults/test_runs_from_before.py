@@ -1,6 +1,6 @@
-"""Runs of an earlier version resume by the same command, with the defaults of that version, to the last bit.
+"""Runs of an earlier commit resume by the same command to the last bit; those of a much earlier one are refused.
 
-A worktree of that version takes each run to its end; today's code then resumes it from its first checkpoint.
+A worktree of that commit takes each run to its end; today's code then resumes it from its first checkpoint.
 """
 
 import json
@@ -10,23 +10,28 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.version import Version
+from safetensors.torch import load_file
 from stage_runs import metrics
-from support.command_run import TIMEOUT_S, Ended, run_command
+from support.command_run import TIMEOUT_S, Ended, files_of, run_command
+from support.in_process import error_lines
 from support.marks import rare_but
 from support.messages import naming
 from support.source_tree import ROOT
 from support.tiny_run import make_folder
 
-from pipeline.configuration.flag_table import flag_table
-from step3_ppo.config import PPOConfig
+from pipeline.checkpoints.checkpoint import SHARED
+from step3_ppo.experience import Collected
 
-COMMIT = "5748f8860ef986630c0c5b596c154f43eaa5f4e0"  # the last one before defaults changed
+PARENT = "0c0ab5fc453f1034473b2b45fc0a37c561e9aa22"  # the last one before records of earlier ones were dropped
+REFUSED = "5748f8860ef986630c0c5b596c154f43eaa5f4e0"  # one whose config.json has no kinds of origins
 STEP, END = 2, 4
 # Serves the commands of its input, a JSON line each, by its own version of `run_command`.
 DRIVER = """
@@ -48,21 +53,22 @@ SAME = f"""--data-path train.jsonl --eval-data-path test.jsonl --data-split none
 ROWS = "--per-device-train-batch-size 2 --gradient-accumulation-steps 2"
 SAMPLED = f"{ROWS} --actor-model-name-or-path base --output-dir run --max-prompt-seq-len 48"
 ALONE = "--reward-function rewards.py:length"
-PACKAGES = {"ppo": "step3_ppo", "grpo": "step3_ppo", "dpo": "step3_dpo"}
-# Nothing is said of the flags whose default is another one today. PPO is rewarded by a model, or a function alone.
+PACKAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo", "grpo": "step3_ppo", "dpo": "step3_dpo"}
+# PPO is rewarded by a model, or a function alone.
 FULL = {
+    "sft": f"{ROWS} --model-name-or-path base --output-dir run/sft --max-seq-len 96",
+    "reward": f"{ROWS} --model-name-or-path base --output-dir run/reward --max-seq-len 96",
     "ppo": f"{SAMPLED} --per-device-generation-batch-size 8 --critic-model-name-or-path scorer",
     "grpo": f"{SAMPLED} --per-device-generation-batch-size 8 --method grpo {ALONE}",
     "dpo": f"{ROWS} --model-name-or-path base --output-dir run/dpo --max-seq-len 96",
 }
 LORA = {
+    "sft": f"{FULL['sft']} --lora-dim 4",
+    "reward": f"{FULL['reward']} --lora-dim 4",
     "ppo": f"{SAMPLED} --per-device-generation-batch-size 8 {ALONE} --actor-lora-dim 4 --critic-lora-dim 4",
     "grpo": f"{FULL['grpo']} --actor-lora-dim 4",
     "dpo": f"{FULL['dpo']} --lora-dim 4",
 }
-OF_DPO = {"lora_learning_rate": 5e-4}
-OF_SAMPLING = {"max_answer_seq_len": 256, "actor_lora_learning_rate": 5e-4, "critic_lora_learning_rate": 5e-4}
-GONE = {name: one.default for flag in flag_table(PPOConfig).values() for name, one in flag.removed.items()}
 CASES = [(method, kind, ranks) for method in PACKAGES for kind in ("full", "lora") for ranks in (1, 2)]
 Run = Callable[..., Ended]
 
@@ -71,17 +77,17 @@ def git(*words: object) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(["git", "-C", str(ROOT), *map(str, words)], capture_output=True, check=False)
 
 
-@pytest.fixture(scope="module")
-def run_before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """`run_command` of the earlier version."""
-    if shutil.which("git") is None or git("cat-file", "-e", f"{COMMIT}^{{commit}}").returncode:
-        pytest.skip(f"needs a git clone that has commit {COMMIT[:7]}, not a shallow one")
-    newest = re.search(r"^transformers==(\S+)", git("show", f"{COMMIT}:constraints.txt").stdout.decode(), re.M)
+@contextmanager
+def commands_of(commit: str, folder: Path) -> Iterator[Run]:
+    """`run_command` of an earlier commit, by a worktree of it in `folder`."""
+    if shutil.which("git") is None or git("cat-file", "-e", f"{commit}^{{commit}}").returncode:
+        pytest.skip(f"needs a git clone that has commit {commit[:7]}, not a shallow one")
+    newest = re.search(r"^transformers==(\S+)", git("show", f"{commit}:constraints.txt").stdout.decode(), re.M)
     assert newest is not None
     if Version(version("transformers")) > Version(newest[1]):
-        pytest.skip(f"{COMMIT[:7]} was tested with transformers {newest[1]} at most")
-    tree = tmp_path_factory.mktemp("before") / "tree"
-    added = git("worktree", "add", "--detach", tree, COMMIT)
+        pytest.skip(f"{commit[:7]} was tested with transformers {newest[1]} at most")
+    tree = folder / "tree"
+    added = git("worktree", "add", "--detach", tree, commit)
     assert added.returncode == 0, added.stderr.decode()
     own = {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'tests'}"}
     driver = subprocess.Popen(
@@ -103,6 +109,12 @@ def run_before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
+def run_before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with commands_of(PARENT, tmp_path_factory.mktemp("before")) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data, a reward function, and models that have positions for the longest answers that a default allows."""
     folder = make_folder(tmp_path_factory.mktemp("inputs"), num_train=32, max_position_embeddings=640)
@@ -121,18 +133,28 @@ def settings(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "checkpoints" / f"step-{END}" / "state.json").read_text())["settings"]
 
 
-def tensors(folder: Path) -> dict[str, bytes]:
-    """All weights of finished models, and the last checkpoint's moments, counts and averages."""
+def tensors(folder: Path) -> dict[str, object]:
+    """All weights of finished models, and the last checkpoint's moments, counts, averages and rollout."""
     files = [file for file in folder.rglob("*.safetensors") if f"step-{STEP}" not in file.parts]
-    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+    return {str(file.relative_to(folder)): rollout(file) or file.read_bytes() for file in files}
 
 
-@pytest.mark.parametrize(("method", "kind", "ranks"), rare_but([(name, "lora", 1) for name in PACKAGES], CASES))
-def test_a_run_from_before_resumes_with_its_defaults(method, kind, ranks, run_before, inputs, tmp_path):
-    """Its settings, weights, moments and metrics are those of the run that its version took to the end."""
+def rollout(file: Path) -> dict[str, list[Any]]:
+    """The rollout of a checkpoint, in whichever form it stores the trained tokens; {} for another file."""
+    if file.name != SHARED:
+        return {}
+    found = Collected.restored(load_file(file), {}, torch.device("cpu")).tensors()
+    return {name: tensor.tolist() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "ranks"), rare_but([("sft", "full", 1), ("ppo", "full", 1), ("dpo", "lora", 1)], CASES)
+)
+def test_a_run_from_before_resumes_by_the_same_command(method, kind, ranks, run_before, inputs, tmp_path):
+    """Its settings, weights, moments and metrics are those of the run that its commit took to the end."""
     folder = shutil.copytree(inputs, tmp_path / "work")
     words = f"{SAME} {(LORA if kind == 'lora' else FULL)[method]}".split()
-    inner = Path("runs", "dpo" if method == "dpo" else "ppo")
+    inner = Path("runs", "ppo" if PACKAGES[method] == "step3_ppo" else method)
     ended = run_before(PACKAGES[method], words, folder=folder, ranks=ranks)
     assert ended.code == 0, ended.stderr[-2000:]
     whole, resumed = shutil.copytree(folder / "run", folder / "whole"), folder / "run"
@@ -140,9 +162,8 @@ def test_a_run_from_before_resumes_with_its_defaults(method, kind, ranks, run_be
 
     ended = run_command(PACKAGES[method], words, folder=folder, ranks=ranks)
     assert ended.code == 0 and f"/step-{STEP} " in ended.stderr, ended.stderr[-2000:]
-    before, now = settings(whole / inner), settings(resumed / inner)
-    assert before.items() >= (OF_DPO if method == "dpo" else OF_SAMPLING).items(), "the earlier version wrote it"
-    assert {name: now.get(name, GONE.get(name)) for name in before} == before, "flags that are gone had their defaults"
+    assert "other settings" not in ended.stderr
+    assert settings(resumed / inner) == settings(whole / inner)
     expected, found = tensors(whole), tensors(resumed)
     assert expected.keys() == found.keys()
     assert [name for name in expected if expected[name] != found[name]] == []
@@ -151,21 +172,16 @@ def test_a_run_from_before_resumes_with_its_defaults(method, kind, ranks, run_be
 
 
 @pytest.mark.slow
-def test_a_run_with_a_preset_from_before_resumes_by_the_path_of_its_file(run_before, inputs, tmp_path):
-    """Each stage of a model had a file then. Today its values are a section, and a note says of which file."""
-    folder, name = shutil.copytree(inputs, tmp_path / "work"), "launch/presets/tiny.dpo.yaml"
-    words = f"--preset {name} {SAME} {FULL['dpo']}".split()
-    (folder / name).parent.mkdir(parents=True)
-    (folder / name).write_bytes(git("show", f"{COMMIT}:{name}").stdout)
-    ended = run_before("step3_dpo", words, folder=folder, ranks=1)
+def test_a_run_of_other_defaults_is_refused_in_one_line(inputs, tmp_path):
+    folder, run_dir = shutil.copytree(inputs, tmp_path / "work"), tmp_path / "work/run/runs/ppo"
+    words = f"{SAME} {FULL['grpo']}".split()
+    with commands_of(REFUSED, tmp_path) as run_refused:
+        ended = run_refused("step3_ppo", words, folder=folder, ranks=1)
     assert ended.code == 0, ended.stderr[-2000:]
-    whole, resumed = shutil.copytree(folder / "run", folder / "whole"), folder / "run"
-    back_to_checkpoint(resumed / "runs/dpo")
-    assert json.loads((whole / "runs/dpo/config.json").read_text())["learning_rate"] == {"value": 5e-5, "from": name}
-
-    shutil.rmtree(folder / "launch")
-    (folder / "launch").symlink_to(ROOT / "launch")
-    ended = run_command("step3_dpo", words, folder=folder, ranks=1)
-    assert ended.code == 0 and f"/step-{STEP} " in ended.stderr, ended.stderr[-2000:]
-    assert naming(f"{name} ... section dpo ... launch/presets/tiny.yaml") in (ended.stdout + ended.stderr).splitlines()
-    assert tensors(whole) == tensors(resumed)
+    back_to_checkpoint(run_dir)
+    before = files_of(run_dir / "checkpoints")
+    ended = run_command("step3_ppo", words, folder=folder, ranks=1)
+    assert ended.code == 2 and files_of(run_dir / "checkpoints") == before
+    assert error_lines(ended.stderr) == [
+        naming(f"error: ... checkpoints/step-{STEP} ... earlier commit ... --overwrite")
+    ]

@@ -77,10 +77,10 @@ def test_rows_of_sft_have_the_tokens_of_rollouts(folder: Path) -> None:
             if message.role == "assistant":
                 new = tokenizer.encode(message.content + "<|im_end|>", add_special_tokens=False)
                 number = tools.re.search(r'"number": (\d)}', message.content)
-                assert turns.calls(new) == ([ToolCall("guess", {"number": int(number[1])})] if number else [])
+                assert turns.read(new).calls == ([ToolCall("guess", {"number": int(number[1])})] if number else [])
             else:
                 answer = message.content.split("\n")[1]
-                new = turns.results([("guess", answer)])
+                new = turns.results([("guess", answer)], [None])
                 assert "assistant" in tokenizer.decode(new)
             trained += [n % 2 == 0] * len(new)
             ids += new

@@ -19,6 +19,8 @@ from pipeline.reporting import page as page_module
 from pipeline.reporting.page import write_report
 from pipeline.reporting.records import runs_of
 from pipeline.reporting.tables import answers_command, duration, number
+from pipeline.run.evaluations import row_values_line
+from pipeline.run.layout import row_values_file
 from rlhf.main import main
 
 SUMMARY = {"label": "A", "path": "output/sft", "mean_tokens": 9.5, "finished_share": 1.0, "mean_score": 0.5}
@@ -218,11 +220,18 @@ def test_the_verdict_is_better_worse_or_how_a_run_broke_off(tmp_path):
     folder = record(tmp_path, "reward")
     better = [naming("reward: held-out accuracy ... 0.5 -> 0.6935 (600 pairs): better")]
     assert verdict_of(folder) == ("good", "Better than at the start", better)
-    lines = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(lines + '{"step": 7, "eval_accuracy": 0.5, "eval_rows": 600}\n')
+    lines, rows = (folder / "metrics.jsonl").read_text(), row_values_file(folder).read_text()
+
+    def end_at(accuracy: float) -> None:
+        last = {"step": 7, "eval_accuracy": accuracy, "eval_rows": 600}
+        (folder / "metrics.jsonl").write_text(lines + json.dumps(last) + "\n")
+        values = [accuracy + n / 10 for n in range(-5, 6)]
+        row_values_file(folder).write_text(rows + row_values_line(7, {"eval_accuracy": values}, "data"))
+
+    end_at(0.5)
     same = [naming("reward: held-out accuracy ... 0.5 -> 0.5 (600 pairs): no difference ... 600 rows")]
     assert verdict_of(folder) == ("open", "No difference that the held-out rows can show", same)
-    (folder / "metrics.jsonl").write_text(lines + '{"step": 7, "eval_accuracy": 0.25, "eval_rows": 600}\n')
+    end_at(0.25)
     kind, headline, (words,) = verdict_of(folder)
     assert (kind, headline) == ("bad", "Worse than at the start") and words.startswith("reward: held-out accuracy on")
     die(folder)

@@ -146,4 +146,4 @@ def test_a_rollout_comes_back_from_a_checkpoint_with_every_tensor():
         before, after = whole.tensors(), found.tensors()
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
         assert found.responses.trained.equal(responses.trained)
-        assert len(before) == 8 + 4 + 2 * (targets is not None)
+        assert len(before) == 7 + 4 + 2 * (targets is not None)

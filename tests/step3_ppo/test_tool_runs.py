@@ -18,6 +18,7 @@ from support.ppo_runs import ppo_words, run_ppo
 from support.tiny_run import make_folder, read_metrics
 from support.tool_run import make_tool_folder, tool_words
 
+from pipeline.data.tool_turns import SampledTurn
 from pipeline.generation.episodes import Episode, Segment
 from pipeline.generation.rollouts import GenerationStopped, Prompt
 from pipeline.models.tokenizers import load_tokenizer
@@ -216,7 +217,7 @@ def test_an_environment_begins_and_rewards_each_response(
 
 
 def talk_with(tools: Any, chosen: list[int | None], should_stop: bool = False) -> Talk:
-    turns: Any = SimpleNamespace(calls=lambda ids: ["call"], turn=lambda ids: {"role": "assistant"})
+    turns: Any = SimpleNamespace(read=lambda ids: SampledTurn({"role": "assistant"}, ["call"], [None]))  # type: ignore[list-item]
     use = ToolUse(tools, turns, max_turns=3, tokenizer=None, max_prompt=9)  # type: ignore[arg-type]
     rows = [{"prompt_ids": [5], "prompt_id": 1, "messages": "[]"}]
     return Talk(use, rows, chosen, 1, lambda: should_stop, note=lambda episode: None)

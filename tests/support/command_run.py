@@ -16,6 +16,8 @@ from pathlib import Path
 from support import forks
 from support.ports import free_port
 
+from pipeline.run.entry import leave
+
 TIMEOUT_S = 180.0
 
 
@@ -135,7 +137,7 @@ def child(
         if first is not None:
             first()
         main = importlib.import_module(f"{stage}.main")
-        main.leave(main.main(words))
+        leave(main.main(words))
 
 
 @contextmanager

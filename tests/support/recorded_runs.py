@@ -50,6 +50,9 @@ def values_at(stage: str, step: int) -> dict[str, float]:
     return {"objective/scores": step / 3, "objective/kl": step / 7, **shares, **phases, **speed}
 
 
+OF_ROWS = {"sft": "eval_loss", "reward": "eval_accuracy", "ppo": "eval_objective/scores"}
+
+
 def evaluation_at(stage: str, step: int) -> dict[str, float]:
     """Metrics of an evaluation, better with each step."""
     if stage == "sft":
@@ -103,9 +106,8 @@ def record(
             if stage == "ppo":
                 with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
                     file.write(samples_at(step, texts))
-            values, name = evaluation_at(stage, step), {"sft": "eval_loss", "ppo": "eval_objective/scores"}.get(stage)
-            if name:
-                writer.write_rows(step, {name: [values[name] + n / 10 for n in range(-5, 6)]}, "data")
+            values, name = evaluation_at(stage, step), OF_ROWS[stage]
+            writer.write_rows(step, {name: [values[name] + n / 10 for n in range(-5, 6)]}, "data")
             writer.write(step, values)
     if code == 0:
         (folder / "done.json").write_text(json.dumps({"stage": stage, "steps": steps}))

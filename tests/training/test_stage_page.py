@@ -11,8 +11,8 @@ from pipeline.checkpoints.card_results import evaluated
 from pipeline.configuration.flags import parse
 from pipeline.console import shell_lines, wrapped
 from pipeline.files import write_json
-from pipeline.run.evaluations import verdict
-from pipeline.run.layout import meaning_file
+from pipeline.run.evaluations import row_values_line, verdict
+from pipeline.run.layout import meaning_file, row_values_file
 from pipeline.training.page import show_samples
 from rlhf.stages import stage_of
 
@@ -75,6 +75,8 @@ def test_evaluations_of_other_rows_are_not_compared(tmp_path):
     accuracies = [(0.5, 60), (0.75, 60), (0.875, 40), (0.125, 40)]
     evaluations = [{"step": n, "eval_accuracy": value, "eval_rows": rows} for n, (value, rows) in enumerate(accuracies)]
     lines = [json.dumps(line) + "\n" for line in evaluations]
+    won = [[float(n < value * rows) for n in range(rows)] for value, rows in accuracies]
+    rows = [row_values_line(n, {"eval_accuracy": values}, f"{len(values)}") for n, values in enumerate(won)]
     meaning = {"titles": {"eval_accuracy": "accuracy"}, "metrics": {"accuracy": {"better": 1}}, "rows": "pairs"}
     write_json(meaning_file(tmp_path), meaning)
     for number, kind, figures in [
@@ -83,6 +85,7 @@ def test_evaluations_of_other_rows_are_not_compared(tmp_path):
         (4, "worse", "accuracy 0.875 -> 0.125 (40 pairs)"),
     ]:
         (tmp_path / "metrics.jsonl").write_text("".join(lines[:number]))
+        row_values_file(tmp_path).write_text("".join(rows[:number]))
         assert (verdict(tmp_path).kind, verdict(tmp_path).figures) == (kind, figures)
         run: Any = SimpleNamespace(folder=tmp_path)
         ends = evaluated(run, step=number)
