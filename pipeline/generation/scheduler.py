@@ -337,9 +337,11 @@ class ContinuousBatching(Session):
             numbers,
         )
         ids, lengths, starts, source, index, settings, numbers = (to_device(one, self.device) for one in on_host)
-        length = max(len(request.prompt.ids) for request in requests) + 1
-        positions = (starts[:, None] + torch.arange(ids.shape[1], device=self.device)).clamp(max=length - 1)
-        rows_of = Rest(positions, length) if requests[0].start else source
+        rows_of: Tensor | Rest = source
+        if requests[0].start:
+            length = max(len(request.prompt.ids) for request in requests) + 1
+            positions = starts[:, None] + torch.arange(ids.shape[1], device=self.device)
+            rows_of = Rest(positions.clamp(max=length - 1), length)
         logits = self.forward.prefill(ids, lengths, self.buffers.cache, slots=index, source=rows_of)
         lengths = (starts + lengths)[source].int()
         return PrefilledBatch(requests, slots, index, lengths, settings, numbers, logits, source)

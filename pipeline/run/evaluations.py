@@ -133,8 +133,8 @@ def beside_last(run_dir: Path, name: str, step: int) -> str:
 def verdict_on(run_dir: Path, name: str, first: dict[str, Any], last: dict[str, Any], *, better: int) -> str:
     """Return how a number of an evaluation differs from that of another, as a key of PHRASES.
 
-    Two standard errors count: of the paired difference where rows have values in both, else of the two means. Fewer
-    than ALIKE rows show no difference.
+    Two standard errors of the paired difference count; where a number has no stored values of rows, they are unknown.
+    Fewer than ALIKE rows show no difference.
     """
     if (after := number_of(last[name])) != after:
         return "worse"
@@ -142,8 +142,8 @@ def verdict_on(run_dir: Path, name: str, first: dict[str, Any], last: dict[str, 
     if not (before and now):
         return "unknown"
     difference, error = difference_of(before, now)
-    # The error of a single row is NaN, which nothing exceeds.
-    is_shown = abs(difference) > max(TINY, ERRORS * error) and min(len(before), len(now)) >= ALIKE
+    # The error of a single row is NaN, which nothing exceeds; `max` returns a NaN that stands first.
+    is_shown = abs(difference) > max(ERRORS * error, TINY) and min(len(before), len(now)) >= ALIKE
     return "same" if not is_shown else "better" if better * difference > 0 else "worse"
 
 
