@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.quality import read_kept
-from benchmarks.learning.rows import read, read_lines, write
+from benchmarks.learning.rows import Rows, read, read_lines, write
 from pipeline.inference.intervals import Interval, mean_interval
 from pipeline.inference.task_trial import share_by_prompt
 from pipeline.rewards.box.answers import final_number
@@ -69,19 +69,21 @@ Answers = Mapping[str, Sequence[Answer]]  # of a question, by the first digits o
 def make(source: Path, folder: Path) -> None:
     """Write gsm8k_FORM_SPLIT.jsonl for both forms of the prompt and the splits train, choice and test.
 
-    Questions are sorted by a hash, so that a split does not depend on the order of the source. The column `answer` has
-    the solution without its marks of computations.
+    The column `answer` has the solution without its marks of computations.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = sorted(read(source / "instruct" / "gsm8k_train.jsonl.gz"), key=lambda row: digest(row["prompt"]))
-    ends = {"test": NUM_TEST, "choice": NUM_TEST + NUM_CHOICE, "train": len(rows)}
-    first = 0
-    for split, end in ends.items():
+    for split, rows in splits(source).items():
         for form, text in PROMPTS.items():
-            questions = ((text.format(question=row["prompt"]), row["response"]) for row in rows[first:end])
+            questions = ((text.format(question=row["prompt"]), row["response"]) for row in rows)
             shown = ({"prompt": prompt, "answer": re.sub("<<.*?>>", "", answer)} for prompt, answer in questions)
             write(folder / f"gsm8k_{form}_{split}.jsonl", shown)
-        first = end
+
+
+def splits(source: Path) -> dict[str, Rows]:
+    """Return the rows of the source by split, sorted by a hash: a split does not depend on the order of the source."""
+    rows = sorted(read(source / "instruct" / "gsm8k_train.jsonl.gz"), key=lambda row: digest(row["prompt"]))
+    held_out = NUM_TEST + NUM_CHOICE
+    return {"test": rows[:NUM_TEST], "choice": rows[NUM_TEST:held_out], "train": rows[held_out:]}
 
 
 def digest(question: str) -> bytes:

@@ -18,11 +18,11 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from benchmarks.learning.gsm8k.answers import NUM_CHOICE, NUM_TEST, digest
+from benchmarks.learning.gsm8k.answers import NUM_TEST, splits
 from benchmarks.learning.gsm8k.calculator import calculate
-from benchmarks.learning.gsm8k.runs import SFT, STEP_3
+from benchmarks.learning.gsm8k.runs import RECIPES
 from benchmarks.learning.jobs import Jobs, Work, flags
-from benchmarks.learning.rows import read, read_lines, write
+from benchmarks.learning.rows import read_lines, write
 from pipeline.inference.intervals import wilson
 
 CALL = '<tool_call>\n{{"name": "calculate", "arguments": {{"expression": {}}}}}\n</tool_call>'
@@ -79,9 +79,8 @@ def make(source: Path, folder: Path) -> None:
     """Write the rows of SFT of both forms, which come from the same questions, and those of `numbers`."""
     from transformers.utils import get_json_schema
 
-    rows = sorted(read(source / "instruct" / "gsm8k_train.jsonl.gz"), key=lambda row: digest(row["prompt"]))
-    tools = [get_json_schema(calculate)]
-    solved = [(row["prompt"], turns) for row in rows[NUM_TEST + NUM_CHOICE :] if (turns := solution(row["response"]))]
+    tools, rows = [get_json_schema(calculate)], splits(source)["train"]
+    solved = [(row["prompt"], turns) for row in rows if (turns := solution(row["response"]))]
     write(folder / "sft_tool.jsonl", ({"messages": conversation(*one), "tools": tools} for one in solved))
     write(folder / "sft_text.jsonl", ({"prompt": prompt, "response": text(turns)} for prompt, turns in solved))
     questions = list(numbers(NUM_TEST + NUM_TRAIN))
@@ -150,7 +149,7 @@ def starts(jobs: Jobs, base: str) -> Iterator[Work]:
 
 def start(jobs: Jobs, base: str, arm: str, gpu: int | None) -> None:
     """Teach the base the form of one arm."""
-    given = {key: value for key, value in SFT.items() if key != "column_map"} | {
+    given = RECIPES["imitate"] | {
         "actor_model": base, "data_path": jobs.folder / "data" / f"sft_{arm}.jsonl", "sft.max_seq_len": 1024,
         "sft.num_train_epochs": 1, "sft.max_steps": 0, "output_dir": jobs.folder / "gsm8k" / f"start_{arm}",
     }  # fmt: skip
@@ -161,8 +160,8 @@ def run(jobs: Jobs, task: str, arm: str, seed: int, more: dict[str, Any], gpu: i
     """Train one arm on one task by one seed; its evaluations are of the questions that are shown."""
     data, key = jobs.folder / "data", f"{task}_{arm}_s{seed}"
     rows = {"gsm8k": "gsm8k_bare"}.get(task, task)
-    given = STEP_3 | LENGTHS | {
-        "method": "grpo", "actor_model": jobs.folder / "gsm8k" / f"start_{arm}" / "sft", "seed": seed,
+    given = RECIPES["grpo"] | LENGTHS | {
+        "actor_model": jobs.folder / "gsm8k" / f"start_{arm}" / "sft", "seed": seed,
         "data_seed": seed, "output_dir": jobs.folder / "gsm8k" / key, "data_path": data / f"{rows}_train.jsonl",
         "ppo.eval_data_path": data / f"{rows}_test.jsonl", "ppo.eval_samples_per_prompt": 1,
         "ppo.max_steps": STEPS[task], "ppo.eval_interval": STEPS[task], "ppo.keep_checkpoints": 0,
@@ -174,8 +173,8 @@ def report(folder: Path) -> str:
     """Return a row for each run: right answers before and after, with 95 % intervals, and means of its last steps."""
     titles = ("run", "before", "after", *(title for title, _ in SHOWN.values()))
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    for run in sorted((folder / "gsm8k").glob("*_s[0-9]")):
-        rows, metrics = (read_lines(run / "runs" / "ppo" / f"{name}.jsonl") for name in ("samples", "metrics"))
+    for output in sorted((folder / "gsm8k").glob("*_s[0-9]")):
+        rows, metrics = (read_lines(output / "runs" / "ppo" / f"{name}.jsonl") for name in ("samples", "metrics"))
         before, after = (
             wilson(fmean(row["score"] or 0 for row in rows if row["step"] == step), NUM_TEST)
             for step in (rows[0]["step"], rows[-1]["step"])
@@ -183,5 +182,5 @@ def report(folder: Path) -> str:
         last = [line for line in metrics if "step_s" in line][-NUM_LAST:]
         means = [format(fmean(line.get(name) or 0 for line in last), form) for name, (_, form) in SHOWN.items()]
         shares = [f"{one.value:.3f} ({one.low:.3f} to {one.high:.3f})" for one in (before, after)]
-        lines.append(f"| {' | '.join([run.name, *shares, *means])} |")
+        lines.append(f"| {' | '.join([output.name, *shares, *means])} |")
     return "\n".join(lines)
