@@ -16,7 +16,7 @@ from pipeline.run.run import Run
 from pipeline.training.halving import take_halved
 from pipeline.training.steps import rate_factor
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Collected
+from step3_ppo.experience import Collected, Responses, columns_of
 from step3_ppo.flags.loss_file import load_loss
 from step3_ppo.models.engines import Models, make_models, make_sources
 from step3_ppo.models.hybrid_engine import HybridEngine
@@ -100,6 +100,10 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
         ppo.models.normalise_by(state.score_constants or [0.0, 1.0])
     if ppo.models.average is not None and "average" in resumed.fragments:
         ppo.models.average.restore(resumed.fragments["average"])
+    rows = columns_of(resumed.tensors, "carried/", ppo.run.world.device)
+    carried = Responses(**rows) if rows else None
     if not state.update:
+        state.carried = carried
         return state, None
+    state.left = carried
     return state, Collected.restored(resumed.tensors, resumed.state["rollout"], ppo.run.world.device)

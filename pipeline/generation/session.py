@@ -4,6 +4,7 @@
     session.submit(...)       queues a request: a prompt with its own settings, limit, stop texts and random numbers
     session.advance()         computes the next tokens of all running requests, and returns new events
     session.withdraw(...)     forgets a request and frees its slot
+    session.end_running()     ends all requests that run, with the tokens that they have
 
 `episodes.generate` samples a rollout by a session: all prompts, and turn after turn where tools answer.
 `generator.Generator` has sessions of the fused and static backends, `eager.EagerGenerator` those of the eager one. A
@@ -186,6 +187,19 @@ class Session(ABC):
         Raises:
             GenerationStopped: `stop` is True on any rank that generates with this one.
         """
+
+    @property
+    @abstractmethod
+    def least_tokens(self) -> int:
+        """Tokens that each request has that has not ended; 0 while one waits, `sys.maxsize` without requests."""
+
+    @abstractmethod
+    def flush(self) -> list[Tokens | Finished]:
+        """Wait for the device, and return the events of all responses that have ended there."""
+
+    @abstractmethod
+    def end_running(self) -> list[Tokens | Finished]:
+        """End the requests that run with the tokens that they have, for the reason "limit"; none may wait."""
 
 
 class SessionSource(Protocol):

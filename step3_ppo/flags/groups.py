@@ -77,6 +77,13 @@ class SamplingConfig(Group):
     num_samples_per_prompt: int = flag(
         1, "Responses sampled for each prompt", ge=1, le=MAX_SAMPLES, other_tools="num_generations rloo_k"
     )
+    over_sample: float = flag(
+        0.0,
+        "Further prompts that a rollout samples, as a share of those that it trains on, whose responses end first; the "
+        "next rollout goes on with the others; 0: none",
+        ge=0,
+        excludes="--replace-equal-groups or --tools or --environment or --old-log-probs sampler",
+    )
     max_answer_seq_len: int = flag(
         256,
         "Most tokens of a response, EOS included",
@@ -160,7 +167,8 @@ class PPOCoefficients(Group):
         "Weight of the policy loss, not of its KL and entropy terms: trainer's probability over sampler's, of a token "
         "or a response (sequence). "
         "truncate: at most --off-policy-cap; mask: 0 outside --off-policy-low to the cap; geometric_mask: 1 or 0, by "
-        "the geometric mean of a response; auto: token_truncate if adapters are merged in 16 bits, else none",
+        "the geometric mean of a response; auto: token_truncate if adapters are merged in 16 bits or with "
+        "--over-sample, else none",
     )
     off_policy_cap: float = flag(2.0, "Largest off-policy weight", gt=0, excludes="--off-policy-weights none")
     off_policy_low: float = flag(
