@@ -6,33 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.decode_models import (
-    DEVICE,
-    EOS,
-    FUNCTIONS,
-    FUSED,
-    PAD,
-    STATIC,
-    llama,
-    opt,
-    plain_logits,
-    poll_often,
-    random_ids,
-    shaken_all,
-)
+from support.decode_models import DEVICE, EOS, FUNCTIONS, PAD, llama, opt, poll_often, random_ids, shaken_all
 from support.marks import slow_but
 
 from pipeline.generation import device_work, generator, scheduler
-from pipeline.generation.backends import CachedForward
 from pipeline.generation.eager import EagerGenerator
-from pipeline.generation.forwards.kv_cache import Rest
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
 from pipeline.generation.scheduler import ContinuousBatching
 from pipeline.generation.session import Capacity, Finished, Request, Session
-from pipeline.tensor_ops import pad_rows
 
-TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
 KEY = RandomKey(3, "rollout")
 ENDS = frozenset({EOS, *range(20, 90)})
 ROOM = Capacity(num_slots=3, max_new_tokens=9, max_length=60)
@@ -44,56 +27,16 @@ def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
     poll_often(monkeypatch)
 
 
-# --- forward passes ---
-
-# Slot -> first tokens that it has, more tokens, and one for a decode step.
-ROWS = {3: (5, 2), 0: (9, 1), 4: (1, 6), 1: (6, 3)}
-POSITIONS = 12
-# Learned and rotary positions, heads that share keys, windows, soft caps, two norms of heads, and experts.
-QUICK = {"fused": ("opt",), "static": ("gemma-3",)}
-FORWARDS = [("fused", name) for name in FUSED] + [("static", name) for name in STATIC]
-
-
-@pytest.mark.parametrize(
-    ("backend", "name"), slow_but([(backend, name) for backend, names in QUICK.items() for name in names], FORWARDS)
-)
-@torch.no_grad()
-def test_rows_continue_what_their_slots_have(backend: str, name: str) -> None:
-    """Of lengths of their own, in shuffled slots; behind what a slot has, there is NaN."""
-    model = (FUSED if backend == "fused" else STATIC)[name]()
-    function: CachedForward = FUNCTIONS[backend](model)
-    function.prepare(POSITIONS)
-    cache, ids = function.new_cache(5, POSITIONS), random_ids([first + more + 1 for first, more in ROWS.values()])
-    slots = torch.tensor([*ROWS], device=DEVICE)
-    starts = torch.tensor([first for first, _ in ROWS.values()], device=DEVICE)
-    for n, (slot, (first, _)) in enumerate(ROWS.items()):
-        at = torch.tensor([slot], device=DEVICE)
-        function.prefill(torch.tensor([ids[n][:first]], device=DEVICE), starts[n : n + 1], cache, slots=at,
-                         source=torch.zeros_like(at))  # fmt: skip
-    layers = zip(cache.keys, cache.values, strict=True) if backend == "fused" else cache._stored.values()
-    for keys, values in layers:
-        for slot in range(5):
-            first = ROWS.get(slot, (0, 0))[0]
-            keys[slot, :, first:], values[slot, :, first:] = float("nan"), float("nan")
-    new = [row[first:-1] for row, (first, _) in zip(ids, ROWS.values(), strict=True)]
-    lengths = torch.tensor([len(row) for row in new], device=DEVICE)
-    rows = pad_rows([torch.tensor(row) for row in new], PAD).to(DEVICE)
-    positions = (starts[:, None] + torch.arange(rows.shape[1], device=DEVICE)).clamp(max=POSITIONS - 2)
-    logits = function.prefill(rows, lengths, cache, slots=slots, source=Rest(positions, POSITIONS - 1))
-    for row, found in zip(ids, logits, strict=True):
-        torch.testing.assert_close(found.float(), plain_logits(model, row[:-1])[-1], **TOLERANCE)
-    tokens, ends = torch.full((5,), PAD, device=DEVICE), torch.zeros(5, dtype=torch.int32, device=DEVICE)
-    tokens[slots] = torch.tensor([row[-1] for row in ids], device=DEVICE)
-    ends[slots] = (starts + lengths).int()
-    for keys, values in cache._stored.values() if backend == "static" else ():
-        for part in (keys, values):  # its decode step reads all positions under a mask
-            part.nan_to_num_()
-    logits = function.decode_step(tokens, ends, (ends > 0).int(), cache)[slots]
-    for row, found in zip(ids, logits, strict=True):
-        torch.testing.assert_close(found.float(), plain_logits(model, row)[-1], **TOLERANCE)
+@pytest.fixture(params=["at once", "deferred"])
+def polls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the host polls, on any device. Deferred, it learns later of free slots, and the fused backend overlaps
+    prefills."""
+    types = {DEVICE.type} if request.param == "deferred" else ()
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset(types))
+    return request.param
 
 
-# --- sessions ---
+with_polls = pytest.mark.usefixtures("polls")
 
 
 @dataclass
@@ -161,17 +104,50 @@ def openings(*lengths: int, **settings: Any) -> list[Talk]:
     return [Talk(ids, **settings) for ids in random_ids(lengths, seed=7)]
 
 
+@dataclass
+class Assignments:
+    """What starts in a session of the slots: the free slots of each step, and the slots of what starts in it."""
+
+    steps: list[tuple[list[int], dict[Request, int]]] = field(default_factory=list)
+
+    def note(self, assign: Callable[..., Any], session: Any, free: list[int]) -> Any:
+        before, batches = list(free), assign(session, free)
+        pairs = [pair for requests, slots in batches for pair in zip(requests, slots, strict=True)]
+        self.steps.append((before, dict(pairs)))
+        return batches
+
+    def expected_starts(self, talk: Talk) -> list[int]:
+        """All but the last token that was drawn, where the slot of the turn before is free and nobody's since."""
+        last, expected = dict[int, Request](), [0] * len(talk.requests)
+        for free, slots in self.steps:
+            for n, (before, (ids, _)) in enumerate(list(talk.pairs())[:-1], start=1):
+                if talk.requests[n] in slots and any(last.get(slot) is before for slot in free):
+                    expected[n] = len(before.prompt.ids) + len(ids) - 1
+            last |= {slot: request for request, slot in slots.items()}
+        return expected
+
+
+@pytest.fixture
+def assignments(monkeypatch: pytest.MonkeyPatch) -> Assignments:
+    found, assign = Assignments(), ContinuousBatching._assign_slots
+    monkeypatch.setattr(ContinuousBatching, "_assign_slots", lambda self, free: found.note(assign, self, free))
+    return found
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("backend", "make", "streams"),
     [("static", opt, True), ("static", llama, False), ("fused", llama, True), ("fused", opt, False)],
 )
-def test_each_turn_continues_its_slot(backend: str, make: Callable[[], Any], streams: bool) -> None:
+def test_each_turn_continues_its_slot(
+    polls: str, assignments: Assignments, backend: str, make: Callable[[], Any], streams: bool
+) -> None:
+    """All of them do, unless the host learns too late that their slots are free."""
     source = source_of(backend, make())
     talks = assert_as_whole(source, lambda: openings(6, 9, 7), streams=streams)
     for talk in talks:
-        before = [len(request.prompt.ids) + len(ids) - 1 for request, (ids, _) in talk.pairs()]
-        assert starts(talk) == [0, *before[:-1]], "all but the last token that was drawn"
+        assert starts(talk) == assignments.expected_starts(talk)
+    assert (any if polls == "deferred" else all)(start for talk in talks for start in starts(talk)[1:])
     assert len({len(ids) for talk in talks for ids, _ in talk.responses}) > 3
     again = talked(source.session(ROOM), openings(6, 9, 7), streams=streams)
     for one, other in zip(talks, again, strict=True):
@@ -180,30 +156,30 @@ def test_each_turn_continues_its_slot(backend: str, make: Callable[[], Any], str
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("num_slots", [3, 4])
-@pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize(("backend", "streams"), [("static", True), ("fused", False), ("static", False)])
+@with_polls
 def test_slots_that_others_took_are_not_continued(
-    monkeypatch: pytest.MonkeyPatch, backend: str, streams: bool, deferred: bool, num_slots: int
+    assignments: Assignments, backend: str, streams: bool, num_slots: int
 ) -> None:
-    """Five conversations; also with polls that are late and, on the fused backend, overlapped prefills."""
-    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type} if deferred else ()))
-    room = Capacity(num_slots, 9, 70)
-    talks = assert_as_whole(
-        source_of(backend, llama()), lambda: openings(6, 9, 7, 3, 8, turns=4), streams=streams, room=room
-    )
+    """Five conversations, of which one is the last with nobody beside it."""
+
+    def five() -> list[Talk]:
+        return [*openings(6, 9, 7, 3), Talk(random_ids([8])[0], turns=6)]
+
+    talks = assert_as_whole(source_of(backend, llama()), five, streams=streams, room=Capacity(num_slots, 9, 90))
+    assert [starts(talk) for talk in talks] == [assignments.expected_starts(talk) for talk in talks]
     later = [start for talk in talks for start in starts(talk)[1:]]
     assert any(later) and not all(later)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
+@with_polls
 def test_a_turn_behind_a_stop_text_continues_the_tokens_before_it(
-    monkeypatch: pytest.MonkeyPatch, backend: str, streams: bool, deferred: bool
+    monkeypatch: pytest.MonkeyPatch, backend: str, streams: bool
 ) -> None:
     """The device draws more of them, which the slot has."""
-    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type} if deferred else ()))
     monkeypatch.setattr(scheduler, "POLL_INTERVAL", 4)
     sampling = Sampling(9, stop=("4>", "7>"))
     talks = assert_as_whole(
@@ -216,6 +192,7 @@ def test_a_turn_behind_a_stop_text_continues_the_tokens_before_it(
 @pytest.mark.few(1)
 @pytest.mark.parametrize("steps", [2, 6, 1, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
+@with_polls
 def test_a_withdrawn_request_leaves_its_prompt(backend: str, steps: int) -> None:
     """Not what it has drawn. Another request runs beside it."""
     source, found = source_of(backend, llama(), frozenset()), list[list[int]]()
@@ -247,14 +224,13 @@ def short_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize(("memory", "evicts"), [(100, True), (400, False)])
+@with_polls
 def test_a_cache_that_grows_or_loses_slots_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, short_cache: None, caplog: pytest.LogCaptureFixture, memory: int, evicts: bool,
-    streams: bool, deferred: bool,
+    streams: bool,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type} if deferred else ()))
     monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: memory)
     source = source_of("fused", opt())
     with caplog.at_level("INFO", logger="pipeline.generation.scheduler"):
@@ -266,6 +242,7 @@ def test_a_cache_that_grows_or_loses_slots_changes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_running", [False, True])
+@with_polls
 def test_a_turn_whose_slot_is_lost_starts_from_its_whole_prompt(
     monkeypatch: pytest.MonkeyPatch, short_cache: None, is_running: bool
 ) -> None:
@@ -292,6 +269,7 @@ def test_a_turn_whose_slot_is_lost_starts_from_its_whole_prompt(
     assert source._buffers is not None and source._buffers.num_slots == 2
 
 
+@with_polls
 def test_a_session_continues_nothing_of_the_one_before() -> None:
     """Weights change between sessions."""
     model = llama()
@@ -302,23 +280,55 @@ def test_a_session_continues_nothing_of_the_one_before() -> None:
     assert all(starts(talk)[0] == 0 < starts(talk)[1] for talk in talks)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("limit", [60, 1])
-def test_a_prefill_counts_the_tokens_that_slots_have(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+@with_polls
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (60, [(3, 9), (3, 3)]),
+        (59, [(3, 9), (2, 3), (1, 3)]),  # the second turn of the longest prompt has 9 + 9 + 2 tokens
+        (1, [(1, 6), (1, 9), (1, 7), (1, 3), (1, 3), (1, 3)]),
+    ],
+)
+def test_a_prefill_counts_the_tokens_that_slots_have(
+    monkeypatch: pytest.MonkeyPatch, limit: int, expected: list[tuple[int, int]]
+) -> None:
+    """But computes only the last token that was drawn, and the two behind it."""
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", limit)
-    source, batches = source_of("static", llama()), list[list[Request]]()
-    run = ContinuousBatching._run_prefill
+    source, shapes = source_of("static", llama(), frozenset()), list[tuple[int, int]]()
+    prefill = source.forward.prefill
     monkeypatch.setattr(
-        ContinuousBatching,
-        "_run_prefill",
-        lambda self, requests, slots: (batches.append(requests), run(self, requests, slots))[1],
+        source.forward, "prefill", lambda ids, *how, **more: (shapes.append(ids.shape), prefill(ids, *how, **more))[1]
     )
-    assert_as_whole(source, lambda: openings(6, 9, 7))
-    assert all(len({bool(request.start) for request in batch}) == 1 for batch in batches)
-    assert all(len(batch) * max(len(one.prompt.ids) for one in batch) <= limit or len(batch) == 1 for batch in batches)
-    assert any(len(batch) > 1 and batch[0].start for batch in batches) is (limit == 60)
+    found = []
+    for session in (source.session(ROOM), EagerGenerator(source.forward.plain, source.vocabulary).session(ROOM)):
+        talks = openings(6, 9, 7, sampling=Sampling(9))
+        for _ in range(2):
+            for talk in talks:
+                how = {"after": talk.requests[-1]} if talk.requests else {}
+                talk.submit(session, [*talk.responses[-1][0], 200, 201] if how else [], **how)
+            responses = ended(session)
+            for talk in talks:
+                talk.requests[-1].seen = responses[talk.requests[-1]]
+                talk.responses.append((responses[talk.requests[-1]], torch.empty(0)))
+        found.append([ids for talk in talks for ids, _ in talk.responses])
+    assert shapes == expected and found[0] == found[1]
 
 
+@with_polls
+@pytest.mark.parametrize("lengths", [(12, 18), (18, 12)])
+def test_the_slot_with_most_of_the_prompt_is_continued(assignments: Assignments, lengths: tuple[int, int]) -> None:
+    """Of two whose requests have ended."""
+    session = source_of("static", llama(), frozenset()).session(ROOM)
+    prompts = [Prompt.of([*range(30, end)]) for end in (30 + lengths[0], 30 + lengths[1], 50)]
+    first = [session.submit(prompt, Sampling(2), KEY, streams=True) for prompt in prompts[:2]]
+    ended(session)
+    request = session.submit(prompts[2], Sampling(2), KEY, streams=True)
+    ended(session)
+    (_, before), (_, after) = (step for step in assignments.steps if step[1])
+    assert request.start == 18 and after[request] == before[first[lengths.index(18)]]
+
+
+@with_polls
 def test_two_samples_of_a_continued_prompt_continue_two_slots_or_one() -> None:
     """They share the prompt, but no row of a prefill."""
     source = source_of("static", llama())
@@ -347,6 +357,7 @@ def ended(session: Session, *, until: Request | None = None) -> dict[Request, li
     return found
 
 
+@with_polls
 def test_requests_take_empty_slots_first_and_then_the_oldest() -> None:
     """Of three slots two have ended conversations; the third request leaves both, the fourth takes the older one."""
     session = source_of("static", llama()).session(ROOM)

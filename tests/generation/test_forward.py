@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.decode_models import DEVICE, FUSED, PAD, STATIC, fused, llama, opt, plain_logits, random_ids
+from support.decode_models import DEVICE, FUNCTIONS, FUSED, PAD, STATIC, fused, llama, opt, plain_logits, random_ids
+from support.marks import slow_but
 
 from pipeline.generation.backends import CachedForward
+from pipeline.generation.forwards.kv_cache import Rest
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.tensor_ops import pad_rows
 
@@ -168,3 +170,52 @@ def test_bytes_of_a_token_are_those_of_the_cache(name):
         assert function.cache_layout.bytes_per_token * 3 * CACHE_LENGTH == sum(
             part.nbytes for part in (*cache.keys, *cache.values)
         )
+
+
+# --- rows that continue what their slots have ---
+
+# Slot -> first tokens that it has, more tokens, and one for a decode step.
+ROWS = {3: (5, 2), 0: (9, 1), 4: (1, 6), 1: (6, 3)}
+POSITIONS = 12
+# Learned and rotary positions, heads that share keys, windows, soft caps, two norms of heads, and experts.
+QUICK = {"fused": ("opt",), "static": ("gemma-3",)}
+FORWARDS = [("fused", name) for name in FUSED] + [("static", name) for name in STATIC]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), slow_but([(backend, name) for backend, names in QUICK.items() for name in names], FORWARDS)
+)
+@torch.no_grad()
+def test_rows_continue_what_their_slots_have(backend: str, name: str) -> None:
+    """Of lengths of their own, in shuffled slots; behind what a slot has, there is NaN."""
+    model = (FUSED if backend == "fused" else STATIC)[name]()
+    function: CachedForward = FUNCTIONS[backend](model)
+    function.prepare(POSITIONS)
+    cache, ids = function.new_cache(5, POSITIONS), random_ids([first + more + 1 for first, more in ROWS.values()])
+    slots = torch.tensor([*ROWS], device=DEVICE)
+    starts = torch.tensor([first for first, _ in ROWS.values()], device=DEVICE)
+    for n, (slot, (first, _)) in enumerate(ROWS.items()):
+        at = torch.tensor([slot], device=DEVICE)
+        function.prefill(torch.tensor([ids[n][:first]], device=DEVICE), starts[n : n + 1], cache, slots=at,
+                         source=torch.zeros_like(at))  # fmt: skip
+    layers = zip(cache.keys, cache.values, strict=True) if backend == "fused" else cache._stored.values()
+    for keys, values in layers:
+        for slot in range(5):
+            first = ROWS.get(slot, (0, 0))[0]
+            keys[slot, :, first:], values[slot, :, first:] = float("nan"), float("nan")
+    new = [row[first:-1] for row, (first, _) in zip(ids, ROWS.values(), strict=True)]
+    lengths = torch.tensor([len(row) for row in new], device=DEVICE)
+    rows = pad_rows([torch.tensor(row) for row in new], PAD).to(DEVICE)
+    positions = (starts[:, None] + torch.arange(rows.shape[1], device=DEVICE)).clamp(max=POSITIONS - 2)
+    logits = function.prefill(rows, lengths, cache, slots=slots, source=Rest(positions, POSITIONS - 1))
+    for row, found in zip(ids, logits, strict=True):
+        torch.testing.assert_close(found.float(), plain_logits(model, row[:-1])[-1], **TOLERANCE)
+    tokens, ends = torch.full((5,), PAD, device=DEVICE), torch.zeros(5, dtype=torch.int32, device=DEVICE)
+    tokens[slots] = torch.tensor([row[-1] for row in ids], device=DEVICE)
+    ends[slots] = (starts + lengths).int()
+    for keys, values in cache._stored.values() if backend == "static" else ():
+        for part in (keys, values):  # its decode step reads all positions under a mask
+            part.nan_to_num_()
+    logits = function.decode_step(tokens, ends, (ends > 0).int(), cache)[slots]
+    for row, found in zip(ids, logits, strict=True):
+        torch.testing.assert_close(found.float(), plain_logits(model, row)[-1], **TOLERANCE)
