@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.command_run import run_command
+from support.command_run import TIMEOUT_S, Ended, run_command
 from support.tiny_run import read_metrics
 
 from pipeline.configuration.flag_table import flat_items
@@ -57,12 +57,19 @@ def run_stage(
     flags = common | given | {"output_dir": output}
     words = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
     ended = run_command(MODULES[stage], words, folder=folder, ranks=ranks, first=first)
-    # Without frames of C++: other ranks print theirs behind the error of the one that failed.
-    assert ended.code == 0, "\n".join(line for line in ended.stderr.splitlines() if "frame #" not in line)[-6000:]
+    assert ended.code == 0, reason(ended, run_folder(stage, folder, output))
     lines = [line for line in read_metrics(run_folder(stage, folder, output)) if "step_s" in line]
     assert [line["step"] for line in lines] == list(range(1, flags["max_steps"] + 1))
     assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
     return lines
+
+
+def reason(ended: Ended, run: Path) -> str:
+    """Why a command failed: its end, and that of each rank's own log, which other ranks do not write over."""
+    # Without frames of C++: other ranks print theirs behind the error of the one that failed.
+    printed = "\n".join(line for line in ended.stderr.splitlines() if "frame #" not in line)
+    logs = [f"{file.name}:\n{file.read_text()[-3000:]}" for file in sorted(run.glob("log/rank-*.txt"))]
+    return "\n".join([f"exit code {ended.code} (-9: above {TIMEOUT_S:.0f} s)", printed[-4000:], *logs])
 
 
 def note_settings(folder: Path) -> None:
