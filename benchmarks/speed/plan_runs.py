@@ -4,7 +4,8 @@
 makes the runs, several at a time where their planned memory allows; `table PLANNED MEASURED` prints both as
 Markdown, and how near the phases are. Both files are compressed JSON lines (`.jsonl.bz2`), one for each run.
 Runs marked held-out are of models and numbers of GPUs that no constant of the planner knows. Runs that have their GPUs
-to themselves are compared in their times, too. `--list stored` behind all words takes the runs that store their logits.
+to themselves are compared in their times, too. `--list stored` or `--list shared` behind all words takes the runs that
+store their logits, or those whose groups pass their prompts once.
 """
 
 import os

@@ -223,6 +223,7 @@ class PlannerOfThen(PlannerWithoutLogits):
 
 PLANNERS: dict[PlannerName, type[StagePlanner]] = {
     "of then": PlannerOfThen, "without logits": PlannerWithoutLogits, "without sharing": PlannerWithoutSharing,
+    "now": StagePlanner,
 }  # fmt: skip
 
 

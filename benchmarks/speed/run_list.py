@@ -12,7 +12,7 @@ ADAPTERS = "--actor_lora_dim 64 --save_adapter_only true"
 CHECKPOINTED = "--actor_gradient_checkpointing true --critic_gradient_checkpointing true"
 
 # Planners of planned.py: with the kernels of the first runs, as before November 30, 2026, and as runs are now.
-PlannerName = Literal["of then", "without logits", "without sharing"]
+PlannerName = Literal["of then", "without logits", "without sharing", "now"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,4 +288,33 @@ STORED = (
                      "--actor_gradient_checkpointing true --save_adapter_only true --num_samples_per_prompt 2",
                      rows="17 17 2", lengths="416 352")),
 )  # fmt: skip
-LISTS = {"memory": RUNS, "stored": STORED}
+
+
+def shared(method: str, name: str, model: str, words: str, *, rows: str, lengths: str) -> PlannedRun:
+    """A run alone on its GPU, whose groups pass their prompts through the model once."""
+    words = f"--actor_model_name_or_path {model} {words}"
+    return replace(by_method(method, name, words, rows=rows, lengths=lengths), planner="now", alone=True)
+
+
+# Planned before any of them was run: families, groups, lengths and batches that no run before had together.
+SHARED = (
+    shared("grpo", "Qwen3-0.6B, ZeRO-0, 8 samples of 12 prompts, 736 + 224", "qwen3-0.6b", "--actor_zero_stage 0",
+           rows="12 16 6", lengths="736 224"),
+    shared("grpo", "Llama-3-1B, ZeRO-2, 6 samples of 10 prompts, 544 + 480", "llama-3-1b",
+           "--actor_zero_stage 2 --num_samples_per_prompt 6", rows="10 12 5", lengths="544 480"),
+    shared("grpo", "OLMo-2-1B, ZeRO-1, checkpointing, 4 samples of 18 prompts, 864 + 160", "olmo2-1b",
+           "--actor_zero_stage 1 --actor_gradient_checkpointing true --num_samples_per_prompt 4", rows="18 24 3",
+           lengths="864 160"),
+    shared("grpo", "Mistral-7B LoRA 24, ZeRO-0, 8 samples of 5 prompts, 608 + 352", "mistral-7b",
+           "--actor_zero_stage 0 --actor_lora_dim 24 --save_adapter_only true", rows="5 8 5", lengths="608 352"),
+    shared("rloo", "Pythia-410M, ZeRO-2, 7 samples of 16 prompts, 432 + 592", "pythia-410m",
+           "--actor_zero_stage 2 --num_samples_per_prompt 7", rows="16 14 8", lengths="432 592"),
+    shared("rloo", "Qwen2.5-1.5B LoRA 20, ZeRO-0, 3 samples of 26 prompts, 672 + 96", "qwen2.5-1.5b",
+           "--actor_zero_stage 0 --actor_lora_dim 20 --num_samples_per_prompt 3", rows="26 13 6", lengths="672 96"),
+    shared("grpo", "Qwen2.5-0.5B, ZeRO-0, 8 samples of 14 prompts and 7 further ones, 368 + 656", "qwen2.5-0.5b",
+           "--actor_zero_stage 0 --over_sample 0.5", rows="14 28 4", lengths="368 656"),
+    shared("rloo", "Qwen3-1.7B LoRA 56, ZeRO-2, 5 samples of 12 prompts and 12 further ones, 512 + 512", "qwen3-1.7b",
+           "--actor_zero_stage 2 --actor_lora_dim 56 --num_samples_per_prompt 5 --over_sample 1", rows="12 15 4",
+           lengths="512 512"),
+)  # fmt: skip
+LISTS = {"memory": RUNS, "stored": STORED, "shared": SHARED}
