@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.launch_stub import ROOT, TINY, started, stub_environment, train
+from support.launch_stub import ROOT, TINY, started, stub_environment, train, write_row_values
 from support.marks import slow
 from support.messages import naming
 from support.saved_state import write_state
@@ -56,6 +56,7 @@ def test_the_last_line_of_a_stage_tells_what_was_reached(tmp_path):
     (run_dir / "env.json").write_text(json.dumps({"stage": "sft", "versions": {}}))
     (run_dir / "meaning.json").write_text(json.dumps({**meaning, "rows": "pairs"}))
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_row_values(run_dir, [line for line in lines if line.get("eval_accuracy")])
     done = train(tmp_path, *TINY, "--step", "1", "--output-dir", "out", STUB_OUTCOMES="0")
     figures = r"held-out accuracy 0.25 -> 0.751 \(64 pairs\), better than at the start, 2M tokens"
     assert re.search(rf"stage 1: done in [\d:]+, {figures}; model: out/sft", " ".join(done.stdout.split()))

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.launch_stub import TINY, notes, train
+from support.launch_stub import TINY, notes, train, write_row_values
 from support.marks import slow_but
 from support.messages import naming
 
@@ -67,6 +67,8 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
     (run_dir / "meaning.json").write_text(json.dumps({**MEANING, "rows": rows}))
     lines = [{"step": step, **line} for step, line in enumerate((first, last))]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if "eval_accuracy" in first:
+        write_row_values(run_dir, lines)
     more = {"1 kept": ["--sft.keep-best"], "1 lora": ["--lora-dim", "2"], "3 lora": ["--lora-dim", "2"]}.get(case, [])
     for name in ("sft", "reward") if number == "3" else ():
         (tmp_path / "out" / name).mkdir()

@@ -13,6 +13,8 @@ from typing import Any
 from support import forks
 from support.command_run import as_process, ended, output_files
 
+from pipeline.run.evaluations import row_values_line
+from pipeline.run.layout import row_values_file
 from rlhf.main import run_subcommand
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +98,7 @@ if codes and set(codes) == {0}:
     run_dir.mkdir(parents=True, exist_ok=True)
     record = {"stage": kind.section, "versions": {}, "num_ranks": len(codes)}
     (run_dir / "env.json").write_text(json.dumps(record))
-    values = {name: {"value": value} for name, value in flat_items(resolved.config)}
+    values = {name: {"value": value} | resolved.origins[name].entry for name, value in flat_items(resolved.config)}
     (run_dir / "config.json").write_text(json.dumps(values))
     inputs = {}
     with suppress(InputError):  # most tests have neither data nor models
@@ -124,6 +126,15 @@ def nvidia_smi(gpus: int, held: Mapping[int, str]) -> str:
     answers["*"] = [f"GPU {i}: NVIDIA (UUID: GPU-{i})" for i in range(gpus)]
     cases = "\n".join(f"{words}) cat <<'END'\n{chr(10).join([*rows, 'END'])}\n;;" for words, rows in answers.items())
     return f"#!/bin/sh\ncase $1 in\n{cases}\nesac\n[ {gpus} -gt 0 ]\n"
+
+
+def write_row_values(run_dir: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write the values of rows that the accuracies of these evaluations are means of: first ones, then zeros."""
+    with row_values_file(run_dir).open("w", encoding="utf-8") as file:
+        for line in lines:
+            num_rows = line["eval_rows"]
+            values = [float(n < round(line["eval_accuracy"] * num_rows)) for n in range(num_rows)]
+            file.write(row_values_line(line["step"], {"eval_accuracy": values}, "rows"))
 
 
 def stub_environment(

@@ -160,6 +160,8 @@ with group_of_one() as world:
         loop.update(rollout)
         ((_, metrics),) = loop.control.steps
         found = {name.split("/")[1]: tensor.tolist() for name, tensor in rollout.tensors().items()}
+        lengths = {name: getattr(rollout.responses, name).tolist() for name in ("prompt_lengths", "response_lengths")}
+        found |= lengths
         found |= {"backend": loop.ppo.hybrid.backend, "judged": loop.judged.squeeze(1).tolist(), "metrics": metrics}
         print(json.dumps(found | changed))
 """
