@@ -215,8 +215,9 @@ def collect_first(
     running = dict[Request, Episode]()
     for episode in episodes:
         if episode.reason is None:
-            prompt, room = (episode.continued([]) if episode.length else episode.prompt), episode.length
-            how = replace(sampling, max_new_tokens=sampling.max_new_tokens - room)
+            num_earlier = episode.length
+            prompt = replace(episode.continued([]), num_continued=num_earlier) if num_earlier else episode.prompt
+            how = replace(sampling, max_new_tokens=sampling.max_new_tokens - num_earlier)
             running[session.submit(prompt, how, key, sample=episode.sample)] = episode
 
     def note(events: Sequence[Tokens | Finished], *, ended: bool = True) -> None:
@@ -227,11 +228,13 @@ def collect_first(
                 episode.reason = event.reason if ended else None
 
     stop, length, stride = False, 0, max(1, sampling.max_new_tokens // NUM_LOOKS)
-    while length == 0 or not supply.is_enough(length, stop=stop):
+    while length == 0 or not supply.is_enough(length, stop=stop or should_stop()):
         length += stride
-        while session.any_rank(session.least_tokens < length):
-            stop = should_stop() or stop
-            note(session.advance())
+        try:
+            while session.any_rank(session.least_tokens < length):
+                note(session.advance(stop=should_stop()))
+        except GenerationStopped:  # on all ranks that generate together; the others learn of it by `is_enough`
+            stop = True
         note(session.flush())
     note(session.end_running(), ended=False)
     for episode in episodes:

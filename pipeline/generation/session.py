@@ -226,9 +226,10 @@ def new_events(
     # A response that had to start again may have fewer tokens than the host has read.
     first = len(request.seen)
     if request.is_watched and (reason or len(ids) > first):
-        drawn = ids.tolist()
-        length = stopped_length(request.sampling.stop, drawn, vocabulary, seen=first)
+        drawn, before = ids.tolist(), request.prompt.ids[len(request.prompt.ids) - request.prompt.num_continued :]
+        length = stopped_length(request.sampling.stop, [*before, *drawn], vocabulary, seen=len(before) + first)
         if length is not None:
+            length -= len(before)
             ids, log_probs, reason = ids[:length], log_probs[:length], "stop"
         request.seen = drawn[:length]
         is_reported = request.streams and len(request.seen) > first

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -114,16 +115,36 @@ def test_earlier_tokens_are_continued(backend: str, num_slots: int) -> None:
     assert 9 <= sum(both[0].finished.tolist()) < 12
 
 
-def test_a_stop_is_said_at_the_next_look() -> None:
-    asked = list[bool]()
+@pytest.mark.parametrize("backend", ["eager", "static"])
+def test_a_stop_text_may_begin_in_earlier_tokens(backend: str) -> None:
+    vocabulary = Vocabulary(ENDS, PAD, decode=lambda ids: "".join(f"<{one}>" for one in ids))
+    source: Any = EagerGenerator(llama(), vocabulary)
+    known = rollout(source).responses
+
+    def continued(*stop: str) -> Rollout:
+        supply = FirstOnes(12, known, share=2)
+        return generate(source, PROMPTS, num_samples=4, num_slots=12, sampling=replace(SAMPLING, stop=stop), key=KEY,
+                        supply=supply)  # fmt: skip
+
+    rows = [row.tolist() for row in continued().responses]
+    source = source if backend == "eager" else Generator(StaticCacheForward(source.model), vocabulary)
+    first = next(n for n, row in enumerate(rows) if len(row) > 5)
+    stopped = continued(f"<{rows[first][1]}><{rows[first][2]}>")
+    assert stopped.responses[first].tolist() == rows[first][:3] and stopped.finished[first]
+
+
+@pytest.mark.parametrize("backend", ["eager", "static"])
+def test_a_stop_waits_for_no_response(backend: str) -> None:
+    """Most responses wait for a slot, so that the first look is far away."""
+    asked, supply = list[bool](), FirstOnes(12)
 
     def should_stop() -> bool:
         asked.append(len(asked) == 2)
         return asked[-1]
 
     with pytest.raises(GenerationStopped):
-        rollout(source_of("static", opt()), supply=FirstOnes(12), should_stop=should_stop)
-    assert any(asked)
+        rollout(source_of(backend, opt()), num_slots=2, supply=supply, should_stop=should_stop)
+    assert asked == [False, False, True] and not supply.looks
 
 
 def test_ranks_in_lockstep_look_at_the_same_lengths() -> None:
