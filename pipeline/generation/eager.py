@@ -186,10 +186,6 @@ class EagerSession(Session):
         """Tokens that each request has that has not ended; see `Session`."""
         return 0 if self.waiting else min((batch.position for batch in self.batches), default=sys.maxsize)
 
-    def flush(self) -> list[Tokens | Finished]:
-        """Return []: `advance` reports a response when it ends."""
-        return []
-
     def end_running(self) -> list[Tokens | Finished]:
         """End the requests that run with the tokens that they have; see `Session`."""
         return [event for batch in self.batches for event in batch.end_running()]

@@ -12,6 +12,7 @@ response does not depend on other requests, except for rounding in another batch
 that continues what a slot has (`Request.num_shared`).
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -189,17 +190,17 @@ class Session(ABC):
         """
 
     @property
-    @abstractmethod
     def least_tokens(self) -> int:
-        """Tokens that each request has that has not ended; 0 while one waits, `sys.maxsize` without requests."""
+        """Tokens that each request has that has not ended, or fewer; `sys.maxsize` without requests."""
+        return sys.maxsize if self.is_idle else 0
 
-    @abstractmethod
     def flush(self) -> list[Tokens | Finished]:
         """Wait for the device, and return the events of all responses that have ended there."""
+        return []
 
-    @abstractmethod
     def end_running(self) -> list[Tokens | Finished]:
         """End the requests that run with the tokens that they have, for the reason "limit"; none may wait."""
+        return []
 
 
 class SessionSource(Protocol):

@@ -19,8 +19,8 @@ def test_each_request_of_a_load_is_answered_or_refused(models):
     with load.serving(folders, *words) as server:
         found = asyncio.run(load.load(server, seconds=20, clients=32, seed=0, slots=8))
     assert found["faults"] == []
-    assert found["answered"] > 300 and found["refused"] > 0 and found["cut off"] > 0
-    assert found["repeated"] > 100 and found["differing"] <= found["repeated"] / 100, "rounding alone changes answers"
+    assert found["answered"] > 100 and found["refused"] > 0 and found["cut off"] > 0
+    assert found["repeated"] > 30 and found["differing"] <= found["repeated"] / 100, "rounding alone changes answers"
     (before, after), (_, files) = found["rss_mib"], found["files"]
     assert after - before < 20 and files < 100
 
