@@ -60,7 +60,7 @@ class RolloutSize:
 
     def with_further(self, prompts: int) -> int:
         """Return a number of prompts with the further ones that --over-sample adds to them."""
-        return prompts + ceil(prompts * self.over_sample)
+        return prompts + ceil(round(prompts * self.over_sample, 6))  # 100 * 0.07 is above 7
 
     @property
     def at_once(self) -> int:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,13 @@ def length(prompts, completions, completion_ids, **columns):
 
 @dataclass(frozen=True)
 class Seen:
-    """A rollout: what is trained on, scores of the models, and the responses that the next one carries on."""
+    """A rollout: what is trained on, scores of the models, responses that the next and that this one carries on."""
 
     ppo: PPO
     responses: Responses
     scores: Scores
     carried: Responses | None
+    before: Responses | None
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
     kept, reward = list[Seen](), training.reward
 
     def noted(ppo: Any, responses: Responses, scores: Scores, judged: Any, *, state: Any, control: Any) -> Collected:
-        kept.append(Seen(ppo, responses, scores, state.left))
+        kept.append(Seen(ppo, responses, scores, state.left, state.carried))
         return reward(ppo, responses, scores, judged, state=state, control=control)
 
     monkeypatch.setattr(training, "reward", noted)
@@ -197,6 +198,8 @@ def test_the_next_policy_goes_on_where_the_last_one_stopped(folder: Path, tmp_pa
         rows = rows_of(seen.responses)
         tokens, earlier = sum(len(row.ids) for row in rows), sum(row.earlier for row in rows)
         assert line["completions/carried_fraction"] == pytest.approx(earlier / tokens)
+        on, before = (sum(len(row.ids) for row in rows_of(one)) for one in (seen.carried, seen.before))
+        assert line["generate_tokens_per_s"] * line["time/generate_s"] == pytest.approx(tokens + on - before, rel=1e-3)
         assert line["policy/sampler_error"] < 1e-5, "of the tokens of this policy"
         differs = (seen.scores.log_probs - seen.responses.sampler_log_probs).abs()
         mask = seen.responses.response_mask & ~seen.responses.current_mask
@@ -241,6 +244,8 @@ def test_weights_and_log_probabilities_follow(folder: Path, tmp_path: Path) -> N
     assert config.weights_off_policy("fp32") == "token_truncate" and not config.may_take_sampled_log_probs("bf16", 1)
     size = config.rollout_size(2)
     assert (size.with_further(8), size.slots, size.at_once) == (12, 12, 4)
+    size = replace(size, over_sample=0.07)
+    assert (size.with_further(100), size.with_further(101)) == (107, 109)
 
 
 @pytest.mark.parametrize(
