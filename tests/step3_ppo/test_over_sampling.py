@@ -1,10 +1,13 @@
 """Rollouts with --over-sample: which prompts are trained on, what the next rollout continues, and exact resumes."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from pipeline.generation.rollouts import Prompt, RandomKey, draw, rollout_unifor
 from step3_ppo import training
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Collected, Responses, Scores
+from step3_ppo.models import hybrid_engine
+from step3_ppo.over_sampling import OverSampling
 from step3_ppo.state import PPO
 
 K, LIMIT = 2, 24
@@ -171,6 +176,7 @@ def test_a_rollout_ends_when_enough_prompts_have_all_their_responses(
         len(row.ids) == LIMIT for seen in rollouts for row in rows_of(seen.responses)
     )
     assert [len(one) for one in lengths] == [16, 16, 12] * 2 and all(seen.carried is None for seen in rollouts[2::3])
+    assert rollouts[2].responses.valid.tolist() == [True] * 12 + [False] * 4, "padding is behind the others"
 
 
 @pytest.mark.slow
@@ -223,25 +229,77 @@ def test_a_run_that_ends_anywhere_goes_on_exactly(folder: Path, tmp_path: Path) 
     assert whole == parts != (folder / "base/model.safetensors").read_bytes()
 
 
+SHARED = {"inference_tp_size": 2, "generation_engine": "fused"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_two_ranks_do_what_one_does(stage: int, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("of_two", "of_both"),
+    [({}, {}), ({"actor_zero_stage": 3}, {}), (SHARED, {"max_answer_seq_len": 8, "max_steps": 4})],
+    ids=["0", "3", "shared weights, fused"],
+)
+def test_two_ranks_do_what_one_does(
+    of_two: dict[str, Any], of_both: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
     lines = []
     for ranks in (1, 2):
-        changes = {"gradient_accumulation_steps": 2 // ranks, "actor_zero_stage": stage * (ranks - 1)}
+        changes = {"gradient_accumulation_steps": 2 // ranks, **(of_two if ranks == 2 else {}), **of_both}
         done = run_command("step3_ppo", words(folder, tmp_path / str(ranks), **changes), folder=tmp_path, ranks=ranks)
         assert done.code == 0, done.stderr
         lines.append([line for line in read_metrics(tmp_path / str(ranks) / "runs/ppo") if "epoch" in line])
     names = ("completions/mean_length", "completions/carried_fraction", "objective/scores", "loss/policy")
-    assert len(lines[0]) == len(lines[1]) == 6
+    assert len(lines[0]) == len(lines[1]) == (2 if of_both else 6)
+    assert lines[0][1]["completions/carried_fraction"] > 0.1
     for one, two in zip(*lines, strict=True):
         assert [two[name] for name in names] == pytest.approx([one[name] for name in names], abs=1e-4)
 
 
+def stop_at_look(number: int, rank: int) -> None:
+    """Send SIGTERM to this process before it looks for the given time, if it has this rank."""
+    looks, is_enough = count(1), OverSampling.is_enough
+
+    def looked(self: OverSampling, length: int, *, stop: bool) -> bool:
+        if next(looks) == number and os.environ["RANK"] == str(rank):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return is_enough(self, length, stop=stop)
+
+    OverSampling.is_enough = looked  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_stop_on_one_rank_drops_the_rollout_on_both(folder: Path, tmp_path: Path) -> None:
+    """In the second rollout, whose first prompts have been carried on."""
+    changes: dict[str, Any] = {"gradient_accumulation_steps": 1, "num_train_epochs": 1}
+    for name, first in (("whole", None), ("parts", partial(stop_at_look, 12, 1)), ("parts", None)):
+        given = words(folder, tmp_path / name, **changes)
+        done = run_command("step3_ppo", given, folder=tmp_path, ranks=2, first=first)
+        assert (done.code == 0) == (first is None), done.stderr
+        if first is not None:
+            assert state_of(tmp_path / name, 2)["rollout"] == 1 and "stopped at step 2" in done.stderr
+    whole, parts = ((tmp_path / name / "actor/model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert whole == parts
+
+
+def test_further_prompts_wait_for_no_others(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, generate = list[int](), hybrid_engine.generate
+
+    def noted(*args: Any, num_slots: int, **request: Any) -> Any:
+        slots.append(num_slots)
+        return generate(*args, num_slots=num_slots, **request)
+
+    monkeypatch.setattr(hybrid_engine, "generate", noted)
+    assert run_ppo(words(folder, tmp_path, max_steps=1)) == 0
+    assert slots == [12 * K]
+
+
 def test_weights_and_log_probabilities_follow(folder: Path, tmp_path: Path) -> None:
-    given = [word for word in words(folder, tmp_path) if word]
-    config = parse(PPOConfig, given, section="ppo").config
-    assert config.weights_off_policy("fp32") == "token_truncate" and not config.may_take_sampled_log_probs("bf16", 1)
+    one_step = {"gradient_accumulation_steps": 4}
+    config, without = (
+        parse(PPOConfig, words(folder, tmp_path, over_sample=share, **one_step), section="ppo").config
+        for share in (0.5, 0.0)
+    )
+    assert (config.weights_off_policy("fp32"), without.weights_off_policy("fp32")) == ("token_truncate", "none")
+    assert not config.may_take_sampled_log_probs("bf16", 1) and without.may_take_sampled_log_probs("bf16", 1)
     size = config.rollout_size(2)
     assert (size.with_further(8), size.slots, size.at_once) == (12, 12, 4)
     size = replace(size, over_sample=0.07)
