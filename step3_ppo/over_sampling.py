@@ -101,11 +101,7 @@ class OverSampling:
         padding = [index for index, row in enumerate(self.rows) if row is None]
         trained = chosen + padding[: self.num_trained - len(chosen)]
         others = [index for index in range(len(self.rows)) if index not in trained]
-        responses = self._responses(sampled, trained)
-        if not others:
-            return responses, None
-        carried = self._responses(sampled, others)
-        return responses, replace(carried, earlier=carried.response_lengths)
+        return self._responses(sampled, trained), self._responses(sampled, others) if others else None
 
     def _responses(self, sampled: Responses, prompts: Sequence[int]) -> Responses:
         index = torch.tensor(prompts, device=self.device).unsqueeze(1) * self.num_samples

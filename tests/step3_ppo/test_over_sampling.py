@@ -280,6 +280,14 @@ def test_a_stop_on_one_rank_drops_the_rollout_on_both(folder: Path, tmp_path: Pa
     assert whole == parts
 
 
+def test_responses_at_the_limit_are_carried_on_as_they_are(folder: Path, tmp_path: Path, rollouts: list[Seen]) -> None:
+    """All of them end with the first token, so that the second rollout trains on those of the first alone."""
+    assert run_ppo(words(folder, tmp_path, max_answer_seq_len=1, over_sample=1.0, num_train_epochs=1)) == 0
+    rows = [rows_of(seen.responses) for seen in rollouts]
+    assert [{row.earlier for row in one} for one in rows] == [{0}, {1}, {1}]
+    assert sorted(row.row for one in rows for row in one) == sorted([*range(22)] * K)
+
+
 def test_further_prompts_wait_for_no_others(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slots, generate = list[int](), hybrid_engine.generate
 
