@@ -27,6 +27,7 @@ from step3_ppo import training
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Collected, Responses, Scores
 from step3_ppo.models import hybrid_engine
+from step3_ppo.models.needs import needs
 from step3_ppo.over_sampling import OverSampling
 from step3_ppo.state import PPO
 
@@ -312,6 +313,14 @@ def test_weights_and_log_probabilities_follow(folder: Path, tmp_path: Path) -> N
     assert (size.with_further(8), size.slots, size.at_once) == (12, 12, 4)
     size = replace(size, over_sample=0.07)
     assert (size.with_further(100), size.with_further(101)) == (107, 109)
+
+
+def test_the_plan_prefills_what_is_carried_on(folder: Path, tmp_path: Path) -> None:
+    """The prompt's 48 tokens, and the 24 of a response; slots of further prompts too."""
+    for share, rows, length in ((0.5, 12 * K, 48 + LIMIT), (0.0, 8 * K, 48)):
+        config = parse(PPOConfig, words(folder, tmp_path, over_sample=share), section="ppo").config
+        (prefill,) = needs(config, {}, "fp32", 1).phases["generate"]
+        assert (prefill.rows, prefill.length) == (rows, length)
 
 
 @pytest.mark.parametrize(
