@@ -224,7 +224,7 @@ def talk_with(tools: Any, chosen: list[int | None], should_stop: bool = False) -
 
 
 def ended_turn(number: int) -> Episode:
-    return Episode(number, Prompt([5], 1), 0, [Segment(torch.tensor([7]), torch.tensor([-1.0]))], 1, "end")
+    return Episode(number, Prompt([5], 1), 0, [Segment(torch.tensor([7]), torch.tensor([-1.0]))], 1, reason="end")
 
 
 def test_a_run_that_is_to_stop_waits_for_no_tool() -> None:
