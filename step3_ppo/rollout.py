@@ -251,8 +251,7 @@ class Sampler:
             index = episode.number // self.num_samples
             row = chosen[index]
             if self.calls is not None and row is not None and index in self._contributed(len(indices)):
-                ids = [token for turn in episode.turns for token in turn]
-                response = EndedResponse(ids) if talk is None else talk.response(episode)
+                response = EndedResponse(episode.ids) if talk is None else talk.response(episode)
                 self.calls.ended(row, episode.sample, response)
 
         talk: Talk | None = None

@@ -127,7 +127,9 @@ def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor, ppo
     if scores.entropy is None:
         return {}
     differs = difference_metrics(scores.log_probs, responses.sampler_log_probs, mask)
-    current = difference_metrics(scores.log_probs, responses.sampler_log_probs, mask & responses.current_mask)
+    current = differs
+    if responses.earlier is not None:
+        current = difference_metrics(scores.log_probs, responses.sampler_log_probs, mask & responses.current_mask)
     metrics = {"policy/sampler_error": current.max_abs, "policy/sampler_mean_error": current.mean_abs}
     metrics |= {"policy/sampler_kl": differs.kl, "policy/effective_share": differs.effective_share}
     if ppo.weighs_off_policy:

@@ -11,7 +11,8 @@ TIMED_STEPS, STEPS = 5, 3
 ADAPTERS = "--actor_lora_dim 64 --save_adapter_only true"
 CHECKPOINTED = "--actor_gradient_checkpointing true --critic_gradient_checkpointing true"
 
-# Planners of planned.py: with the kernels of the first runs, as before November 30, 2026, and as runs are now.
+# Planners of planned.py: with the kernels of the first runs, before logits were stored, before groups shared their
+# prompts, and as runs are now.
 PlannerName = Literal["of then", "without logits", "without sharing", "now"]
 
 

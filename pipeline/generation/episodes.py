@@ -69,6 +69,11 @@ class Episode:
         """The ids of each segment, on the host."""
         return [segment.on_host for segment in self.segments]
 
+    @property
+    def ids(self) -> list[int]:
+        """The ids of all segments, on the host."""
+        return [token for turn in self.turns for token in turn]
+
     def add(self, ids: torch.Tensor, log_probs: torch.Tensor | None) -> None:
         self.segments.append(Segment(ids, log_probs))
         self.length += len(ids)
@@ -82,7 +87,7 @@ class Episode:
 
     def continued(self, ids: Sequence[int]) -> Prompt:
         """Return the prompt of the next turn, which `ids` begin; its random numbers are keyed by all ids before it."""
-        return Prompt.of([*self.prompt.ids, *(token for turn in self.turns for token in turn), *ids])
+        return Prompt.of([*self.prompt.ids, *self.ids, *ids])
 
 
 class Supply(Protocol):

@@ -1,7 +1,6 @@
 """Responses of several turns: what answers a turn goes into the context, whatever slots, ranks and waiting times do."""
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from support.decode_models import DEVICE, EOS, FUNCTIONS, PAD, llama, opt, poll_often, random_ids
 from support.marks import slow_but
-from support.two_threads import TwoThreads
+from support.two_threads import TwoThreads, on_both
 
 from pipeline.generation import episodes
 from pipeline.generation.eager import EagerGenerator
@@ -155,11 +154,7 @@ def test_a_stop_while_one_rank_waits_for_an_answer_stops_both() -> None:
             except GenerationStopped:
                 ended[rank] = "stopped"
 
-    threads = [threading.Thread(target=sample, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_both(sample)
     assert ended == {0: "stopped", 1: "stopped"}
 
 
@@ -181,11 +176,7 @@ def test_ranks_in_lockstep_wait_for_the_one_whose_turns_are_answered(monkeypatch
             collect(session, found[rank], sampling=SAMPLING, key=RandomKey(rank, "r"),
                     answers=Answered(3 * rank or 1), should_stop=lambda: False)  # fmt: skip
 
-    threads = [threading.Thread(target=sample, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_both(sample)
     for rank, expected in enumerate(alone):
         ids = [[token for turn in one.turns for token in turn] for one in found[rank]]
         assert ids == [row.tolist() for row in expected.responses], rank

@@ -1,6 +1,5 @@
 """Generations that end before all episodes have: which have ended, with which tokens, whatever slots and polls do."""
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -10,7 +9,7 @@ import pytest
 import torch
 from support.decode_models import EOS, FUNCTIONS, PAD, llama, opt, poll_often, random_ids
 from support.marks import slow_but
-from support.two_threads import TwoThreads
+from support.two_threads import TwoThreads, on_both
 
 from pipeline.generation import device_work, generator
 from pipeline.generation.eager import EagerGenerator
@@ -173,11 +172,7 @@ def test_ranks_in_lockstep_look_at_the_same_lengths() -> None:
                           should_stop=lambda: False)  # fmt: skip
         looks[rank] = supply.looks
 
-    threads = [threading.Thread(target=sample, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_both(sample)
     for rank, expected in enumerate(alone):
         assert [one.turns[0] for one in found[rank]] == [row.tolist() for row in expected.responses]
     assert looks[0] == looks[1] and len({len(row) for one in alone for row in one.responses}) > 2

@@ -1,7 +1,7 @@
 """The lockstep of two ranks of a session, played by two threads."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pipeline.generation.device_work import Lockstep
 
@@ -26,3 +26,12 @@ class TwoThreads(Lockstep):
         found = [max(pair) for pair in zip(*self.values.values(), strict=True)]
         self.meet()
         return found
+
+
+def on_both(work: Callable[[int], None]) -> None:
+    """Do the work of ranks 0 and 1, each in a thread of its own."""
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
