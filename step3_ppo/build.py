@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint
@@ -16,7 +17,7 @@ from pipeline.run.run import Run
 from pipeline.training.halving import take_halved
 from pipeline.training.steps import rate_factor
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Collected, Responses, columns_of
+from step3_ppo.experience import Collected
 from step3_ppo.flags.loss_file import load_loss
 from step3_ppo.models.engines import Models, make_models, make_sources
 from step3_ppo.models.hybrid_engine import HybridEngine
@@ -89,9 +90,15 @@ def make_hybrid(config: PPOConfig, models: Models, ranks: int) -> HybridEngine:
     return HybridEngine(models.actor, vocabulary, options=generation_options(config, ranks))
 
 
+def stored_state(resumed: checkpoint.Resumed) -> dict[str, Any]:
+    """Return the fields of the state that a checkpoint has."""
+    # Up to 5029b7a4 it also named the responses that a rollout carried on. Where those were allowed, it is refused.
+    return {name: value for name, value in resumed.state["ppo"].items() if name not in ("carried", "left")}
+
+
 def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collected | None]:
     """Return the state of a checkpoint, with its rollout if that has updates left; without one, the start state."""
-    state = State(**resumed.state["ppo"]) if resumed else State(kl_coef=ppo.config.ppo.kl_coef)
+    state = State(**stored_state(resumed)) if resumed else State(kl_coef=ppo.config.ppo.kl_coef)
     take_halved(state, ppo.config, buffers=ppo.hybrid, given={"generate": ppo.schedule.prompts_at_once})
     if resumed is None:
         return state, None
@@ -100,10 +107,6 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
         ppo.models.normalise_by(state.score_constants or [0.0, 1.0])
     if ppo.models.average is not None and "average" in resumed.fragments:
         ppo.models.average.restore(resumed.fragments["average"])
-    rows = columns_of(resumed.tensors, "carried/", ppo.run.world.device)
-    carried = Responses(**rows) if rows else None
     if not state.update:
-        state.carried = carried
         return state, None
-    state.left = carried
     return state, Collected.restored(resumed.tensors, resumed.state["rollout"], ppo.run.world.device)

@@ -344,13 +344,13 @@ class PPOConfig(StageConfig):
     def may_take_sampled_log_probs(self, dtype: str, ranks: int) -> bool:
         """Return True if `--old-log-probs auto` may be the sampler's, provided that the fused backend samples.
 
-        It may not with truncated distributions (top_p, top_k), with tokens of earlier policies (over_sample) or with
-        adapters merged in 16 bits. Nor may it in fp32, where the pass that it saves takes little of the time.
+        It may not with truncated distributions (top_p, top_k) or with adapters merged in 16 bits. Nor may it in fp32,
+        where the pass that it saves takes little of the time.
 
         Args:
             dtype: dtype of the weights.
         """
-        cuts = self.sampling.top_p < 1.0 or self.sampling.top_k or self.sampling.over_sample
+        cuts = self.sampling.top_p < 1.0 or self.sampling.top_k
         return dtype != "fp32" and not self.merges_adapters and not cuts and self.rollout_size(ranks).steps == 1
 
     @property
@@ -363,8 +363,7 @@ class PPOConfig(StageConfig):
         """Return the kind of `--off-policy-weights`, with `auto` resolved for a dtype of the weights."""
         if self.ppo.off_policy_weights != "auto":
             return self.ppo.off_policy_weights
-        differs = self.merges_adapters and dtype != "fp32"
-        return "token_truncate" if differs or self.sampling.over_sample else "none"
+        return "token_truncate" if self.merges_adapters and dtype != "fp32" else "none"
 
     def rollout_size(self, ranks: int) -> RolloutSize:
         """Return the size of a rollout over all ranks; all counts of its prompts and responses come from it."""

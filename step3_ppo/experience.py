@@ -65,7 +65,6 @@ class Responses(Rows):
     order: (N,) int64, the row's index in the rollout, the same for any number of ranks.
     tool_counts: (N, 5) fp32: turns, calls, failed calls, seconds of calls, and 1 for a row that a call has lost, so
         that it is left out of the training; None without tools.
-    earlier: (N,) int64, first tokens of the response that earlier policies sampled; None without --over-sample.
     """
 
     sequences: Tensor
@@ -76,7 +75,6 @@ class Responses(Rows):
     row_index: Tensor
     order: Tensor
     tool_counts: Tensor | None = None
-    earlier: Tensor | None = None
 
     @property
     def groups(self) -> Tensor:
@@ -108,12 +106,6 @@ class Responses(Rows):
         """(N, T) bool, True = a token of a response that counts, its EOS included."""
         width = self.sampler_log_probs.shape[1]
         return lengths_to_mask(self.response_lengths, width) & self.valid.unsqueeze(1)
-
-    @property
-    def current_mask(self) -> Tensor:
-        """(N, T) bool, `response_mask` without the tokens that earlier policies sampled."""
-        mask = self.response_mask
-        return mask if self.earlier is None else mask & ~lengths_to_mask(self.earlier, mask.shape[1])
 
     @property
     def attention_mask(self) -> Tensor:
@@ -266,7 +258,6 @@ def pack_responses(
     row_index: Tensor,
     order: Tensor,
     tool_counts: Tensor | None = None,
-    earlier: Tensor | None = None,
 ) -> Responses:
     """Pad one rank's rollout to rows of fixed width, so that ranks can exchange them."""
     pairs = list(zip(rollout.prompts, rollout.responses, strict=True))
@@ -281,7 +272,6 @@ def pack_responses(
         row_index=row_index,
         order=order,
         tool_counts=tool_counts,
-        earlier=earlier,
     )
 
 
@@ -296,11 +286,6 @@ def batch_rows(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[
     index = row_indices(batches, responses.sequences.device)
     for batch, rows in zip(batches, index.split([len(batch.rows) for batch in batches]), strict=True):
         yield batch, rows, responses.select(rows).narrowed(batch.length, batch.width)
-
-
-def columns_of(tensors: Mapping[str, Tensor], prefix: str, device: torch.device) -> dict[str, Any]:
-    """Return the tensors of a checkpoint whose names begin with `prefix`, on the device, by the rest of their names."""
-    return {name.removeprefix(prefix): one.to(device) for name, one in tensors.items() if name.startswith(prefix)}
 
 
 @dataclass(slots=True)
@@ -327,10 +312,14 @@ class Collected:
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor], metrics: dict[str, float], device: torch.device) -> Self:
         """Return the rollout of a checkpoint from its `tensors` and metrics."""
-        columns = {"ref_log_probs": None, **columns_of(tensors, "experience/", device)}
+        parts: dict[str, dict[str, Any]] = {"responses": {}, "experience": {}}
+        for name, tensor in tensors.items():
+            part, _, column = name.partition("/")
+            parts[part][column] = tensor.to(device)
+        columns = {"ref_log_probs": None, **parts["experience"]}
         has_values = {f.name for f in fields(ValueTargets)} <= columns.keys()
         columns["targets"] = ValueTargets(columns.pop("values"), columns.pop("returns")) if has_values else None
-        rows = columns_of(tensors, "responses/", device)
+        rows = parts["responses"]
         if "trained" not in rows:  # up to 0c0ab5fc rows of one turn were stored by their lengths
             lengths = rows.pop("prompt_lengths"), rows.pop("response_lengths")
             rows["trained"] = span_mask(*lengths, rows["sequences"].shape[1])

@@ -117,9 +117,6 @@ METRICS: dict[str, Metric] = SHARED | {
     "completions/eos_fraction": Metric(
         "share of responses that ended with an EOS or a stop string", "share", "completions", better=1
     ),
-    "completions/carried_fraction": Metric(
-        "share of the trained tokens that earlier policies sampled, with --over-sample", "share", "completions"
-    ),
     "completions/empty_fraction": Metric(
         "share of responses that consist of an EOS or a stop string of one token", "share", "completions"
     ),

@@ -26,7 +26,6 @@ from pipeline.rewards.rollout import EndedResponse, FunctionCalls
 from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Responses, gather_responses, pack_responses
-from step3_ppo.over_sampling import OverSampling
 from step3_ppo.tools import Talk, ToolUse, check_rewarded
 
 if TYPE_CHECKING:  # this imports deepspeed, which a plan does not need
@@ -196,11 +195,8 @@ class Sampler:
     calls: FunctionCalls | None = None
     tools: ToolUse | None = None
 
-    def sample(self, rows: Sequence[int | None], key: RandomKey, *, over: OverSampling | None = None) -> Responses:
+    def sample(self, rows: Sequence[int | None], key: RandomKey) -> Responses:
         """Sample `num_samples` responses to each of the rows (None: padding); all ranks get all. A collective.
-
-        Args:
-            over: ends the sampling when enough of them have ended.
 
         Raises:
             Interrupted: on all ranks, if `should_stop` returned True on any, or with the error of the user's tools.
@@ -210,7 +206,7 @@ class Sampler:
         interruption = None
         with self.hybrid.generation():
             try:
-                mine = self._sample_prompts(rows, indices, key, over)
+                mine = self._sample_prompts(rows, indices, key)
             except Interrupted as stop:
                 interruption = stop
         if self.tools is not None:
@@ -242,23 +238,19 @@ class Sampler:
         batches += of_group(rest, micro_batch_size=max(1, -(-len(rest) // ranks)) * size)
         return [index for batch in batches for index in batch]
 
-    def _sample_prompts(
-        self, rows: Sequence[int | None], indices: Sequence[int | None], key: RandomKey, over: OverSampling | None
-    ) -> Responses:
+    def _sample_prompts(self, rows: Sequence[int | None], indices: Sequence[int | None], key: RandomKey) -> Responses:
         chosen = [None if index is None else rows[index] for index in indices]
 
         def ended(episode: Episode) -> None:
             index = episode.number // self.num_samples
             row = chosen[index]
             if self.calls is not None and row is not None and index in self._contributed(len(indices)):
-                response = EndedResponse(episode.ids) if talk is None else talk.response(episode)
+                response = EndedResponse(episode.turns[0]) if talk is None else talk.response(episode)
                 self.calls.ended(row, episode.sample, response)
 
         talk: Talk | None = None
         if self.tools is not None:
             talk = Talk(self.tools, self.rows, chosen, self.num_samples, self.should_stop, note=ended)
-        if over is not None:
-            over.indices, over.counted, over.ended = indices, self._contributed(len(indices)), ended
         try:
             rollout = self.hybrid.generate(
                 [self._prompt(row or 0) for row in chosen] if talk is None else talk.prompts(),
@@ -268,7 +260,6 @@ class Sampler:
                 batch_size=self.batch_size * self.hybrid.group.size,
                 should_stop=self.should_stop if talk is None else talk.stops,
                 answers=talk or NoAnswers(ended),
-                supply=over,
             )
         except GenerationStopped:
             raise Interrupted(talk.error if talk is not None else None) from None
@@ -286,7 +277,6 @@ class Sampler:
             row_index=torch.tensor([row or 0 for row in chosen], device=device).repeat_interleave(self.num_samples),
             order=(order.unsqueeze(1) * self.num_samples + samples).flatten(),
             tool_counts=None if talk is None else talk.counts(device),
-            earlier=None if over is None else over.earlier(),
         )
 
     def _prompt(self, row: int) -> Prompt:

@@ -32,8 +32,6 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
     finished = responses.finished.float()
     metrics = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience)
     metrics |= reward_metrics(responses, rewarded) | tool_metrics(responses)
-    if responses.earlier is not None:
-        metrics["completions/carried_fraction"] = 1 - mean_of(responses.current_mask.float(), responses.response_mask)
     kls = {"objective/kl": rewarded.kl, "objective/kl_k3": rewarded.kl_k3}
     for name, kl in kls.items():
         if kl is not None and not METHODS[ppo.method].has_teacher:
@@ -127,10 +125,7 @@ def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor, ppo
     if scores.entropy is None:
         return {}
     differs = difference_metrics(scores.log_probs, responses.sampler_log_probs, mask)
-    current = differs
-    if responses.earlier is not None:
-        current = difference_metrics(scores.log_probs, responses.sampler_log_probs, mask & responses.current_mask)
-    metrics = {"policy/sampler_error": current.max_abs, "policy/sampler_mean_error": current.mean_abs}
+    metrics = {"policy/sampler_error": differs.max_abs, "policy/sampler_mean_error": differs.mean_abs}
     metrics |= {"policy/sampler_kl": differs.kl, "policy/effective_share": differs.effective_share}
     if ppo.weighs_off_policy:
         weights = off_policy_weights(ppo, scores.log_probs, responses.sampler_log_probs, mask)

@@ -21,7 +21,6 @@ from step3_ppo.experience import Collected, Responses, RewardScores
 from step3_ppo.models.engines import Models
 from step3_ppo.models.hybrid_engine import HybridEngine
 from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
-from step3_ppo.over_sampling import OverSampling
 from step3_ppo.rewarding import rewarded_alike, updated_spreads
 from step3_ppo.rollout import Sampler, Schedule, make_sampling, replace_groups
 from step3_ppo.tools import Calls
@@ -42,8 +41,6 @@ class State(Counters):
         spreads of rewards. The key "rollout" has the number of the last rollout that stored any, "before" the totals
         without it, "with" those with it. A rollout that is sampled again, because the run was stopped in its first
         update, counts once by that.
-    carried: responses that the current rollout carries on, with --over-sample; None without any.
-    left: those that the next one will; None before they are sampled.
     """
 
     rollout: int = 0
@@ -52,8 +49,6 @@ class State(Counters):
     kl_coef: float = 0.0
     score_constants: list[float] | None = None
     tallies: dict[str, Any] = field(default_factory=dict)
-    carried: Responses | None = None
-    left: Responses | None = None
 
     def tally_before(self, name: str) -> Any:
         """Return a total over the rollouts before this one, without it; None if there is none yet."""
@@ -73,7 +68,6 @@ class State(Counters):
         """Continue with the next rollout."""
         self.rollout += 1
         self.update = 0
-        self.carried, self.left = self.left, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +136,6 @@ class PPO:
         """
         rows, seed, k = self.prompts.train, self.config.run.seed, self.config.sampling.num_samples_per_prompt
         position, rounds = self.position(state), list[Responses]()
-        if self.config.sampling.over_sample:
-            return self._sample_first(state, batch_size)
         sampler = self.sampler(rows, state, num_samples=k, batch_size=batch_size)
 
         def sample_next(count: int) -> Responses | None:
@@ -168,24 +160,6 @@ class PPO:
             totals = [one @ one.new_tensor([reward.weight for reward in self.rewards]) for one in values]
             further, score = sum(len(one) for one in totals[1:]) // k, torch.cat(totals).mean().item()
             state.store_tally("sampled", {"place": position, "further": further, "score": score})
-        return responses
-
-    def _sample_first(self, state: State, batch_size: int) -> Responses:
-        """Sample further prompts of the epoch too, and return those that end first; `state` gets the others."""
-        schedule, position, carried = self.schedule, self.position(state), state.carried
-        size, k = self.config.rollout_size(self.run.world.size), self.config.sampling.num_samples_per_prompt
-        at_once = size.with_further(batch_size)
-        sampler = self.sampler(self.prompts.train, state, num_samples=k, batch_size=at_once)
-        in_epoch = schedule.positions_per_epoch
-        count = min(size.with_further(size.prompts), in_epoch - position % in_epoch)
-        key, rows = schedule.prompts(position, count, seed=self.config.run.seed, num_prompts=len(sampler.rows))
-        if carried is not None:
-            both = zip(carried.row_index.tolist(), carried.valid.tolist(), strict=True)
-            first = [row if counts else None for row, counts in both][::k]
-            rows = [*first, *rows[len(first) :]]
-        limits = k, sampler.sampling.max_new_tokens
-        over = OverSampling(rows, carried, schedule.prompts_per_rollout, *limits, self.run.world.device)
-        responses, state.left = over.split(sampler.sample(rows, key, over=over))
         return responses
 
     def position(self, state: State, *, of_next: bool = False) -> int:
@@ -243,14 +217,12 @@ class PPO:
 
 def checkpoint_content(ppo: PPO, state: State, rollout: Collected | None) -> checkpoint.Content:
     """Collect the content of a checkpoint: all that changes, and the rollout unless all its updates are done."""
-    unfinished, carried = (rollout, state.left) if state.update else (None, state.carried)
-    plain = asdict(replace(state, carried=None, left=None))
-    tensors = unfinished.tensors() if unfinished else {}
+    unfinished = rollout if state.update else None
     return checkpoint.Content(
-        state={"ppo": plain, "rollout": unfinished.metrics if unfinished else None},
+        state={"ppo": asdict(state), "rollout": unfinished.metrics if unfinished else None},
         engines=ppo.models.trained,
         fragments={"average": average.fragments()} if (average := ppo.models.average) is not None else {},
-        tensors=tensors | ({} if carried is None else carried.tensors("carried/")),
+        tensors=unfinished.tensors() if unfinished else {},
     )
 
 

@@ -169,13 +169,11 @@ def reward(
     metrics |= group_metrics(rewarded, state.tally_of_rollout("sampled"), group_size=k)
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
     generate_s = control.recorder.seconds("generate")
-    # With --over-sample earlier rollouts have sampled a part, and a part waits for the next one.
-    left, earlier = (0 if one is None else int(one.response_mask.sum()) for one in (state.left, state.carried))
     metrics |= {"objective/kl_coef": state.kl_coef} if ppo.models.has_reference else {}
     metrics |= {
         "time/generate_s": generate_s,
         "time/score_s": control.recorder.seconds("score"),
-        "generate_tokens_per_s": (int(responses.response_mask.sum()) + left - earlier) / generate_s,
+        "generate_tokens_per_s": int(responses.response_mask.sum()) / generate_s,
         "epoch": ppo.position(state, of_next=True) / ppo.schedule.positions_per_epoch,
         "num_tokens": state.num_tokens + num_tokens,
     }

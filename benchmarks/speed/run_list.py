@@ -312,10 +312,5 @@ SHARED = (
            "--actor_zero_stage 2 --num_samples_per_prompt 7", rows="16 14 8", lengths="432 592"),
     shared("rloo", "Qwen2.5-1.5B LoRA 20, ZeRO-0, 3 samples of 26 prompts, 672 + 96", "qwen2.5-1.5b",
            "--actor_zero_stage 0 --actor_lora_dim 20 --num_samples_per_prompt 3", rows="26 13 6", lengths="672 96"),
-    shared("grpo", "Qwen2.5-0.5B, ZeRO-0, 8 samples of 14 prompts and 7 further ones, 368 + 656", "qwen2.5-0.5b",
-           "--actor_zero_stage 0 --over_sample 0.5", rows="14 28 4", lengths="368 656"),
-    shared("rloo", "Qwen3-1.7B LoRA 56, ZeRO-2, 5 samples of 12 prompts and 12 further ones, 512 + 512", "qwen3-1.7b",
-           "--actor_zero_stage 2 --actor_lora_dim 56 --num_samples_per_prompt 5 --over_sample 1", rows="12 15 4",
-           lengths="512 512"),
 )  # fmt: skip
 LISTS = {"memory": RUNS, "stored": STORED, "shared": SHARED}

@@ -4,7 +4,7 @@ The module imports no torch.
 """
 
 from dataclasses import dataclass
-from math import ceil, gcd, lcm
+from math import gcd, lcm
 
 from pipeline.errors import counted
 
@@ -22,7 +22,6 @@ class RolloutSize:
     gradient_accumulation_steps: micro-batches of an optimizer step.
     ppo_epochs: passes over a rollout.
     old_log_probs: --old-log-probs; "sampler" allows only one optimizer step a rollout.
-    over_sample: further prompts that are sampled, as a share of those of a rollout.
     """
 
     ranks: int
@@ -34,7 +33,6 @@ class RolloutSize:
     gradient_accumulation_steps: int
     ppo_epochs: int
     old_log_probs: str
-    over_sample: float
 
     @property
     def step_rows(self) -> int:
@@ -58,19 +56,15 @@ class RolloutSize:
         """Responses of a rollout over all ranks."""
         return self.prompts * self.num_samples_per_prompt
 
-    def with_further(self, prompts: int) -> int:
-        """Return a number of prompts with the further ones that --over-sample adds to them."""
-        return prompts + ceil(round(prompts * self.over_sample, 6))  # 100 * 0.07 is above 7
-
     @property
     def at_once(self) -> int:
-        """Prompts that a rank samples at once, without the further ones of --over-sample."""
+        """Prompts that a rank samples at once."""
         return min(self.per_device_generation_batch_size, max(1, self.prompts // self.ranks))
 
     @property
     def slots(self) -> int:
         """Responses that a rank samples at once."""
-        return self.with_further(self.at_once) * self.num_samples_per_prompt
+        return self.at_once * self.num_samples_per_prompt
 
     @property
     def steps(self) -> int:
@@ -90,9 +84,7 @@ class RolloutSize:
         said = f"{counted(self.prompts, 'prompt')} x {samples} = {responses} a rollout"
         product = f"; from {self.product} on each rank, which --rollout-batch-size {self.responses} can replace"
         at_once = f"; {counted(self.at_once, 'prompt')} at once on a rank"
-        more = self.with_further(self.prompts) - self.prompts
-        further = f", and {counted(more, 'further prompt')} whose responses are carried on" if more else ""
-        return said + further + at_once + (product if self.generation_batches else "")
+        return said + at_once + (product if self.generation_batches else "")
 
     @property
     def fault(self) -> str:

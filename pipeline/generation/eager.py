@@ -4,7 +4,6 @@ Finished rows leave their batch, but none joins it: other requests wait until th
 stream start in a further batch if slots are free. N rows, P longest prompt, T longest response, V vocabulary.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,12 +121,6 @@ class Batch:
             self.decoder.advance(tokens)
         return events
 
-    def end_running(self) -> list[Tokens | Finished]:
-        """End the requests that run with the tokens that they have."""
-        rows, length, running = self.tokens, self.position, self.running
-        self.running = {}
-        return [Finished(one, rows[n, :length], self.log_probs[n, :length], "limit") for n, one in running.items()]
-
     def _report(self, is_end: dict[int, bool]) -> list[Tokens | Finished]:
         """Return new events of the running rows, and remove from `running` those that have ended."""
         events: list[Tokens | Finished] = []
@@ -180,15 +173,6 @@ class EagerSession(Session):
         self.batches = [batch for batch in self.batches if batch.running]
         self.is_idle = not self.batches and not self.waiting
         return events
-
-    @property
-    def least_tokens(self) -> int:
-        """Tokens that each request has that has not ended; see `Session`."""
-        return 0 if self.waiting else min((batch.position for batch in self.batches), default=sys.maxsize)
-
-    def end_running(self) -> list[Tokens | Finished]:
-        """End the requests that run with the tokens that they have; see `Session`."""
-        return [event for batch in self.batches for event in batch.end_running()]
 
 
 class EagerGenerator:

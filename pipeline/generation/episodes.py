@@ -12,16 +12,13 @@ from typing import Protocol
 import torch
 
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Rollout, Sampling
-from pipeline.generation.session import Capacity, Finished, Reason, Request, Session, SessionSource, Tokens
+from pipeline.generation.session import Capacity, Finished, Reason, Request, Session, SessionSource
 
 # Answers are taken in when so many of the slots wait for them, or when nothing else is sampled. Both follow from the
 # tokens alone: if an answer were taken in as soon as it is there, the batch of a prefill, and in 16 bits its rounding,
 # would depend on the time that tools take. A larger share leaves more slots empty, a smaller one waits more often.
 # Chosen by hand.
 WAITING_SHARE = 1 / 4
-# Looks at what has ended while the longest response is sampled, if not all have to end. A look waits for the device and
-# for all ranks; what is sampled behind the last one is dropped. Chosen by hand.
-NUM_LOOKS = 32
 
 
 @dataclass(frozen=True)  # without slots, for the cached property
@@ -50,8 +47,7 @@ class Episode:
     sample: index among the responses to the prompt.
     segments: turns of the model, and what answered them, in order; the last one is the model's.
     length: tokens of all segments.
-    earlier: those of them that an earlier generation sampled.
-    reason: why the last turn ended; None: it has not ended.
+    reason: why the last turn ended.
     request: that of the last turn.
     """
 
@@ -60,8 +56,7 @@ class Episode:
     sample: int
     segments: list[Segment] = field(default_factory=list)
     length: int = 0
-    earlier: int = 0
-    reason: Reason | None = None
+    reason: Reason = "limit"
     request: Request | None = None
 
     @property
@@ -69,38 +64,13 @@ class Episode:
         """The ids of each segment, on the host."""
         return [segment.on_host for segment in self.segments]
 
-    @property
-    def ids(self) -> list[int]:
-        """The ids of all segments, on the host."""
-        return [token for turn in self.turns for token in turn]
-
     def add(self, ids: torch.Tensor, log_probs: torch.Tensor | None) -> None:
         self.segments.append(Segment(ids, log_probs))
         self.length += len(ids)
 
-    def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens of those that this generation sampled; the episode has one turn."""
-        if self.length - self.earlier > length:
-            last, self.length = self.segments[-1], self.earlier + length
-            log_probs = None if last.log_probs is None else last.log_probs[:length]
-            self.segments[-1], self.reason = Segment(last.ids[:length], log_probs), None
-
     def continued(self, ids: Sequence[int]) -> Prompt:
         """Return the prompt of the next turn, which `ids` begin; its random numbers are keyed by all ids before it."""
-        return Prompt.of([*self.prompt.ids, *self.ids, *ids])
-
-
-class Supply(Protocol):
-    """More episodes than are needed, of one turn each, so that their generation ends before all of them have ended."""
-
-    def begin(self, episodes: Sequence[Episode]) -> None:
-        """Note the episodes of the generation, and add what an earlier one sampled of them."""
-
-    def is_enough(self, length: int, *, stop: bool) -> bool:
-        """Return True if enough episodes have ended within `length` tokens of this generation, as all of them have.
-
-        All ranks call it with the same lengths. Raises GenerationStopped on all of them if `stop` is True on any.
-        """
+        return Prompt.of([*self.prompt.ids, *(token for turn in self.turns for token in turn), *ids])
 
 
 class Answers(Protocol):
@@ -139,14 +109,12 @@ def generate(
     sampling: Sampling,
     key: RandomKey,
     answers: Answers = NoAnswers(),
-    supply: Supply | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Rollout:
     """Sample `num_samples` responses to each prompt, `num_slots` of them at a time.
 
     Args:
         sampling: its limit of tokens holds for all turns of a response and what answers them together.
-        supply: decides when enough responses have ended; None: when all have.
 
     Raises:
         GenerationStopped: `should_stop` returned True between two steps, on any rank that generates with this one.
@@ -156,10 +124,7 @@ def generate(
     session = source.session(capacity)
     samples = [(prompt, n) for prompt in prompts for n in range(num_samples)]
     episodes = [Episode(number, prompt, n) for number, (prompt, n) in enumerate(samples)]
-    if supply is None:
-        collect(session, episodes, sampling=sampling, key=key, answers=answers, should_stop=should_stop)
-    else:
-        collect_first(session, episodes, sampling=sampling, key=key, supply=supply, should_stop=should_stop)
+    collect(session, episodes, sampling=sampling, key=key, answers=answers, should_stop=should_stop)
     return rollout_of(episodes, session.device)
 
 
@@ -202,50 +167,6 @@ def collect(
             return
 
 
-def collect_first(
-    session: Session,
-    episodes: Sequence[Episode],
-    *,
-    sampling: Sampling,
-    key: RandomKey,
-    supply: Supply,
-    should_stop: Callable[[], bool],
-) -> None:
-    """Sample until enough episodes have ended; the others have a `reason` of None, and equally many new tokens.
-
-    Which these are, and their tokens, depends neither on slots and polls nor on the ranks: an episode that ends behind
-    the length at which it is enough has not ended.
-    """
-    supply.begin(episodes)
-    running = dict[Request, Episode]()
-    for episode in episodes:
-        if episode.reason is None:
-            num_earlier = episode.length
-            prompt = replace(episode.continued([]), num_continued=num_earlier) if num_earlier else episode.prompt
-            how = replace(sampling, max_new_tokens=sampling.max_new_tokens - num_earlier)
-            running[session.submit(prompt, how, key, sample=episode.sample)] = episode
-
-    def note(events: Sequence[Tokens | Finished], *, ended: bool = True) -> None:
-        for event in events:
-            if isinstance(event, Finished):
-                episode = running.pop(event.request)
-                episode.add(event.ids, event.log_probs)
-                episode.reason = event.reason if ended else None
-
-    stop, length, stride = False, 0, max(1, sampling.max_new_tokens // NUM_LOOKS)
-    while length == 0 or not supply.is_enough(length, stop=stop or should_stop()):
-        length += stride
-        try:
-            while session.any_rank(session.least_tokens < length):
-                note(session.advance(stop=should_stop()))
-        except GenerationStopped:  # on all ranks that generate together; the others learn of it by `is_enough`
-            stop = True
-        note(session.flush())
-    note(session.end_running(), ended=False)
-    for episode in episodes:
-        episode.truncate(length)
-
-
 def next_turn(session: Session, episode: Episode, ids: list[int], sampling: Sampling, key: RandomKey) -> Request | None:
     """Submit the next turn behind `ids`; None if there are none, or if they leave no room for a turn."""
     room = sampling.max_new_tokens - episode.length - len(ids)
@@ -274,7 +195,7 @@ def rollout_of(episodes: Sequence[Episode], device: torch.device) -> Rollout:
             for row in segments
         ],
         log_probs=[joined([one.log_probs for one in row if one.log_probs is not None]) for row in segments],
-        finished=torch.tensor([one.reason in ("end", "stop") for one in episodes], device=device),
+        finished=torch.tensor([one.reason != "limit" for one in episodes], device=device),
     )
 
 

@@ -125,14 +125,10 @@ class RandomKey:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The token ids of a prompt and the hash of its content, which keys its random numbers.
-
-    num_continued: the last ids, which are the first tokens of the response; stop texts may begin in them.
-    """
+    """The token ids of a prompt and the hash of its content, which keys its random numbers."""
 
     ids: Sequence[int]
     prompt_id: int
-    num_continued: int = 0
 
     @classmethod
     def of(cls, ids: Sequence[int]) -> Self:

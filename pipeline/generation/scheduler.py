@@ -120,15 +120,6 @@ class ContinuousBatching(Session):
         self.offsets: dict[int, int] = {}
         self.ended: list[EndedResponses] = []
 
-    @property
-    def least_tokens(self) -> int:
-        """Tokens that each request has that has not ended; see `Session`."""
-        if self.waiting or self.prefilled:
-            return 0
-        # A prefill draws the first token of a response.
-        offsets = (self.offsets[slot] - len(request.prompt.ids) for slot, request in self.running.items())
-        return min((self.num_steps + offset + 1 for offset in offsets), default=sys.maxsize)
-
     def any_rank(self, flag: bool) -> bool:
         """Return True if `flag` is on any rank in lockstep; see `Session`."""
         return bool(self.lockstep.largest(flag)[0])
@@ -191,17 +182,6 @@ class ContinuousBatching(Session):
         return min(interval, POLL_INTERVAL_WATCHED) if watched else interval
 
     # --- what has ended ---
-
-    def flush(self) -> list[Tokens | Finished]:
-        """Wait for the device, and return the events of all responses that have ended there."""
-        active = self.group.largest(self.buffers.slots.active).tolist()
-        self._copy_ended([slot for slot in self.running if not active[slot]])
-        return self._results()
-
-    def end_running(self) -> list[Tokens | Finished]:
-        """End the requests that run with the tokens that they have; see `Session`."""
-        self._copy_ended(list(self.running))
-        return self._results()
 
     def _copy_ended(self, slots: list[int]) -> None:
         """Enqueue copies of the responses in these slots, which have ended; other responses may start in them."""

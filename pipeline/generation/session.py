@@ -4,7 +4,6 @@
     session.submit(...)       queues a request: a prompt with its own settings, limit, stop texts and random numbers
     session.advance()         computes the next tokens of all running requests, and returns new events
     session.withdraw(...)     forgets a request and frees its slot
-    session.end_running()     ends all requests that run, with the tokens that they have
 
 `episodes.generate` samples a rollout by a session: all prompts, and turn after turn where tools answer.
 `generator.Generator` has sessions of the fused and static backends, `eager.EagerGenerator` those of the eager one. A
@@ -12,7 +11,6 @@ response does not depend on other requests, except for rounding in another batch
 that continues what a slot has (`Request.num_shared`).
 """
 
-import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -189,19 +187,6 @@ class Session(ABC):
             GenerationStopped: `stop` is True on any rank that generates with this one.
         """
 
-    @property
-    def least_tokens(self) -> int:
-        """Tokens that each request has that has not ended, or fewer; `sys.maxsize` without requests."""
-        return sys.maxsize if self.is_idle else 0
-
-    def flush(self) -> list[Tokens | Finished]:
-        """Wait for the device, and return the events of all responses that have ended there."""
-        return []
-
-    def end_running(self) -> list[Tokens | Finished]:
-        """End the requests that run with the tokens that they have, for the reason "limit"; none may wait."""
-        return []
-
 
 class SessionSource(Protocol):
     """A generation backend, loaded with a model."""
@@ -227,10 +212,9 @@ def new_events(
     # A response that had to start again may have fewer tokens than the host has read.
     first = len(request.seen)
     if request.is_watched and (reason or len(ids) > first):
-        drawn, before = ids.tolist(), request.prompt.ids[len(request.prompt.ids) - request.prompt.num_continued :]
-        length = stopped_length(request.sampling.stop, [*before, *drawn], vocabulary, seen=len(before) + first)
+        drawn = ids.tolist()
+        length = stopped_length(request.sampling.stop, drawn, vocabulary, seen=first)
         if length is not None:
-            length -= len(before)
             ids, log_probs, reason = ids[:length], log_probs[:length], "stop"
         request.seen = drawn[:length]
         is_reported = request.streams and len(request.seen) > first

@@ -14,6 +14,7 @@ from step3_ppo.flags.methods import METHODS, MethodName
 # The last commit with VAPO's pieces and the veto of off-policy responses.
 LAST_WITH_VAPO = "f693daee"
 GAINED_NOTHING = "it gained nothing when it was measured"
+OVER_SAMPLE = Removed(0.0, "5029b7a4", "leave it out; where long responses were many it gained 1.18 times at most")
 KL_STOP = Removed(0.0, "3ce830e6", "give fewer --ppo-epochs, or your own loss by --policy-loss FILE.py:NAME")
 POLICY_LOSSES = ("clipped", "cispo")  # the built-in ones
 CISPO = "--policy-loss cispo"
@@ -75,14 +76,12 @@ class SamplingConfig(Group):
         aliases=("generation_batch_numbers",),
     )
     num_samples_per_prompt: int = flag(
-        1, "Responses sampled for each prompt", ge=1, le=MAX_SAMPLES, other_tools="num_generations rloo_k"
-    )
-    over_sample: float = flag(
-        0.0,
-        "Further prompts that a rollout samples, as a share of those that it trains on, whose responses end first; the "
-        "next rollout goes on with the others; 0: none",
-        ge=0,
-        excludes="--replace-equal-groups or --tools or --environment or --old-log-probs sampler",
+        1,
+        "Responses sampled for each prompt",
+        ge=1,
+        le=MAX_SAMPLES,
+        other_tools="num_generations rloo_k",
+        removed={"over_sample": OVER_SAMPLE},
     )
     max_answer_seq_len: int = flag(
         256,
@@ -167,8 +166,7 @@ class PPOCoefficients(Group):
         "Weight of the policy loss, not of its KL and entropy terms: trainer's probability over sampler's, of a token "
         "or a response (sequence). "
         "truncate: at most --off-policy-cap; mask: 0 outside --off-policy-low to the cap; geometric_mask: 1 or 0, by "
-        "the geometric mean of a response; auto: token_truncate if adapters are merged in 16 bits or with "
-        "--over-sample, else none",
+        "the geometric mean of a response; auto: token_truncate if adapters are merged in 16 bits, else none",
     )
     off_policy_cap: float = flag(2.0, "Largest off-policy weight", gt=0, excludes="--off-policy-weights none")
     off_policy_low: float = flag(

@@ -112,8 +112,7 @@ def backend_of(actor: ModelUse, dtype: str, options: GenerationOptions, device: 
 
 def prefill(config: PPOConfig, buffers: Rollout) -> Pass:
     """Return the first pass over prompts: as many as there are slots, up to the token limit of a prefill."""
-    # Responses that earlier rollouts began are prefilled with their prompts.
-    length = config.max_sequence_length if config.sampling.over_sample else config.data.max_prompt_seq_len
+    length = config.data.max_prompt_seq_len
     rows = min(buffers.slots, max(1, MAX_PREFILL_TOKENS // length))
     times = -(-buffers.num_responses // rows)
     return Pass("actor", rows, length, rows, times=times, without_adapters=buffers.merges_adapters)

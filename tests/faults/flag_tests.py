@@ -149,7 +149,6 @@ FLAG_TESTS: dict[str, FlagTest] = {
     "ppo.normalise_scores": FlagTest("false"),
     "ppo.num_samples_per_prompt": FlagTest(2, "metrics"),
     "ppo.old_log_probs": FlagTest("sampler", "metrics"),
-    "ppo.over_sample": FlagTest(1.0, "metrics"),
     "ppo.per_device_generation_batch_size": FlagTest(2, "calls", both={"rollout_batch_size": 8}, spy=FORWARD),
     "ppo.off_policy_cap": FlagTest(0.001, "metrics", both={"off_policy_weights": "token_truncate"}),
     "ppo.off_policy_low": FlagTest(5.0, "metrics", both={"off_policy_weights": "token_mask", "off_policy_cap": 9.0}),

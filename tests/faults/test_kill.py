@@ -48,7 +48,7 @@ def length(completions):
 """
 METHODS = {
     "grpo": "--num-samples-per-prompt 4 --replace-equal-groups true",
-    "rloo": "--num-samples-per-prompt 2 --reward-scaling running --over-sample 0.5",
+    "rloo": "--num-samples-per-prompt 2 --reward-scaling running",
     "reinforce_pp": "--reward-scaling batch",
     # VC-PPO and more; the critic's first steps end within a rollout.
     "ppo": "--num-samples-per-prompt 4 --group-baseline true --critic-warmup-steps 3 --returns-lambda 1 "

@@ -31,8 +31,8 @@ from pipeline.checkpoints.checkpoint import SHARED
 from step3_ppo.experience import Collected
 
 PARENT = "0c0ab5fc453f1034473b2b45fc0a37c561e9aa22"  # the last one before records of earlier ones were dropped
-SINCE = {"over_sample": 0.0}  # flags that it does not have, at their defaults
 REFUSED = "5748f8860ef986630c0c5b596c154f43eaa5f4e0"  # one whose config.json has no kinds of origins
+OVER_SAMPLING = "5029b7a4bff07fd198d2162c7a7013711ddc21fd"  # the last one with --over-sample
 STEP, END = 2, 4
 # Serves the commands of its input, a JSON line each, by its own version of `run_command`.
 DRIVER = """
@@ -153,8 +153,28 @@ def rollout(file: Path) -> dict[str, list[Any]]:
 )
 def test_a_run_from_before_resumes_by_the_same_command(method, kind, ranks, run_before, inputs, tmp_path):
     """Its settings, weights, moments and metrics are those of the run that its commit took to the end."""
-    folder = shutil.copytree(inputs, tmp_path / "work")
     words = f"{SAME} {(LORA if kind == 'lora' else FULL)[method]}".split()
+    assert_resumed(run_before, method, words, shutil.copytree(inputs, tmp_path / "work"), ranks, gone={})
+
+
+@pytest.mark.slow
+def test_a_run_that_carried_no_responses_on_resumes(inputs, tmp_path):
+    """Its checkpoints have empty places for them; a run that may have some is refused."""
+    words = f"{SAME} {FULL['grpo']} --num-samples-per-prompt 2".split()
+    with commands_of(OVER_SAMPLING, tmp_path) as run:
+        folder = shutil.copytree(inputs, tmp_path / "without")
+        assert_resumed(run, "grpo", words, folder, 1, gone={"over_sample": 0.0})
+        folder = shutil.copytree(inputs, tmp_path / "with")
+        assert run("step3_ppo", [*words, "--over-sample", "0.5"], folder=folder, ranks=1).code == 0
+    back_to_checkpoint(folder / "run/runs/ppo")
+    ended = run_command("step3_ppo", words, folder=folder, ranks=1)
+    assert ended.code == 2 and ended.stderr == naming("--over-sample: removed after commit 5029b7a4 ... 0.5")
+
+
+def assert_resumed(
+    run_before: Run, method: str, words: list[str], folder: Path, ranks: int, *, gone: dict[str, Any]
+) -> None:
+    """The run of an earlier commit, and that resumed from its first checkpoint; gone: settings that were dropped."""
     inner = Path("runs", "ppo" if PACKAGES[method] == "step3_ppo" else method)
     ended = run_before(PACKAGES[method], words, folder=folder, ranks=ranks)
     assert ended.code == 0, ended.stderr[-2000:]
@@ -164,8 +184,7 @@ def test_a_run_from_before_resumes_by_the_same_command(method, kind, ranks, run_
     ended = run_command(PACKAGES[method], words, folder=folder, ranks=ranks)
     assert ended.code == 0 and f"/step-{STEP} " in ended.stderr, ended.stderr[-2000:]
     assert "other settings" not in ended.stderr
-    found = settings(resumed / inner)
-    assert found == settings(whole / inner) | {name: value for name, value in SINCE.items() if name in found}
+    assert settings(resumed / inner) | gone == settings(whole / inner)
     expected, found = tensors(whole), tensors(resumed)
     assert expected.keys() == found.keys()
     assert [name for name in expected if expected[name] != found[name]] == []

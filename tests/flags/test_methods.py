@@ -253,6 +253,7 @@ OF_ZERO_IN_THE_JSON = {
 # Flag -> a value that is not its default, and the last commit that has it.
 GONE = {name: (value, "f693daee") for name, value in OF_VAPO.items()}
 GONE["approx_kl_stop"] = (0.02, "3ce830e6")
+GONE["over_sample"] = (0.5, "5029b7a4")
 GONE |= {name: (value, "d0a9914c") for name, value in IN_THE_JSON.items()}
 GONE |= {name: (value, "40c195d6") for name, value in OF_ZERO_IN_THE_JSON.items()}
 

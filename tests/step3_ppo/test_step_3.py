@@ -42,7 +42,6 @@ ONLY_ELSEWHERE = {
     "tools/failed_calls",
     "tools/seconds",
     "tools/lost",
-    "completions/carried_fraction",  # with --over-sample: test_over_sampling.py
     "objective/sampled_scores",
     "policy/weights_cut",
     "loss/entropy_bonus",  # with --entropy-coef
