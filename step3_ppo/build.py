@@ -4,6 +4,8 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.data.batching import SFTBatch
@@ -12,6 +14,7 @@ from pipeline.data.loader import StepLoader
 from pipeline.engine.build import start_engines
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.rollouts import Vocabulary
+from pipeline.inference.tool_conversations import Calls, make_calls
 from pipeline.preparation.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.halving import take_halved
@@ -29,7 +32,6 @@ from step3_ppo.rollout import (
     sampling_line,
 )
 from step3_ppo.state import PPO, State, fingerprint_of
-from step3_ppo.tools import make_calls
 from step3_ppo.updater import Updater
 
 log = logging.getLogger(__name__)
@@ -76,7 +78,22 @@ def assemble(
         fingerprint,
         hybrid=make_hybrid(config, models, run.world.size),
         updater=Updater(run.world, *steps, rate, own_loss),
-        calls=make_calls(config, prompts, models.tokenizer),
+        calls=calls_of(config, prompts, models.tokenizer),
+    )
+
+
+def calls_of(config: PPOConfig, prompts: StageData, tokenizer: PreTrainedTokenizerBase) -> Calls:
+    """Return the calls of the user's code in rollouts. A collective. Raises InputError, see `make_calls`."""
+    return make_calls(
+        config.reward_functions,
+        config.tools,
+        config.rewards,
+        max_failures=config.rewards.max_reward_failures,
+        takes_tokens=not config.method.compares,
+        columns={name for columns in prompts.counts.passed.values() for name in columns},
+        sources=[*config.data.data_path, *config.data.eval_data_path],
+        tokenizer=tokenizer,
+        max_prompt=config.data.max_prompt_seq_len,
     )
 
 

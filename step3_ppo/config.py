@@ -1,6 +1,5 @@
 """The flags of PPO and its other methods in stage 3."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -19,12 +18,13 @@ from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError
 from pipeline.models.paths import read_adapter_config
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
+from pipeline.rewards.tool_flags import ToolConfig, schemas_of
 from step3_ppo.flags.generation import check_generation
 from step3_ppo.flags.groups import DIVERGENCES, PPOCoefficients, PromptDataConfig, SamplingConfig
 from step3_ppo.flags.methods import LORA_FACTOR, METHODS, PPO_LORA_FACTOR, Method, with_defaults
 from step3_ppo.flags.rewards import RewardConfig
 from step3_ppo.flags.teacher import TeacherConfig
-from step3_ppo.flags.tools import ToolConfig, descriptions, reason_against
+from step3_ppo.flags.tools import reason_against
 from step3_ppo.models.roles import COMPARED, ROLES, Role, roles_without
 
 LENGTH_FLAGS = "--max-prompt-seq-len + --max-answer-seq-len"  # the flags of `PPOConfig.max_sequence_length`
@@ -132,8 +132,7 @@ class PPOConfig(StageConfig):
     @property
     def tool_schemas(self) -> str:
         """The JSON schemas of the tools, which prompts offer; "" without tools. Raises InputError: `Tools.check`."""
-        described = descriptions(self.tools, self.rewards) if self.tools.by_title else []
-        return json.dumps([schema for one in described for schema in one["schemas"]]) if described else ""
+        return schemas_of(self.tools, self.rewards)
 
     @property
     def functions_by_title(self) -> dict[str, RewardFunction]:

@@ -17,16 +17,17 @@ from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.data.templates import set_template
 from pipeline.data.tool_turns import ToolTurns
-from pipeline.errors import Interrupted
+from pipeline.errors import InputError, Interrupted
 from pipeline.generation.episodes import Episode, NoAnswers
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
+from pipeline.inference.tool_conversations import Talk, ToolUse
 from pipeline.preparation.inputs import prepare_stage
 from pipeline.rewards.rollout import EndedResponse, FunctionCalls
+from pipeline.rewards.tool_flags import descriptions
 from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Responses, gather_responses, pack_responses
-from step3_ppo.tools import Talk, ToolUse, check_rewarded
 
 if TYPE_CHECKING:  # this imports deepspeed, which a plan does not need
     from step3_ppo.models.hybrid_engine import HybridEngine
@@ -39,6 +40,13 @@ SAMPLING_SETTINGS = frozenset(
     "do_sample temperature top_p top_k min_p typical_p repetition_penalty num_beams length_penalty max_length "
     "max_new_tokens min_length no_repeat_ngram_size".split()
 )
+
+
+def check_rewarded(config: PPOConfig) -> None:
+    """Raise InputError if nothing rewards responses, since the environment has no `get_reward`."""
+    described = descriptions(config.tools, config.rewards)
+    if not (config.has_reward_model or config.reward_functions or any(one["has_reward"] for one in described)):
+        raise InputError(f"--environment {config.tools.environment}: no get_reward, and nothing else gives rewards")
 
 
 def make_data(

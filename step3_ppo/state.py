@@ -13,6 +13,7 @@ from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.engine.engine import TrainingEngine
 from pipeline.heartbeat import beat
+from pipeline.inference.tool_conversations import Calls
 from pipeline.rewards.rows import Reward
 from pipeline.run.run import Run
 from pipeline.training.steps import Counters
@@ -23,7 +24,6 @@ from step3_ppo.models.hybrid_engine import HybridEngine
 from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
 from step3_ppo.rewarding import rewarded_alike, updated_spreads
 from step3_ppo.rollout import Sampler, Schedule, make_sampling, replace_groups
-from step3_ppo.tools import Calls
 from step3_ppo.updater import Updater
 
 

@@ -21,10 +21,10 @@ from support.tool_run import make_tool_folder, tool_words
 from pipeline.data.tool_turns import SampledTurn
 from pipeline.generation.episodes import Episode, Segment
 from pipeline.generation.rollouts import GenerationStopped, Prompt
+from pipeline.inference.tool_conversations import Talk, ToolUse
 from pipeline.models.tokenizers import load_tokenizer
 from step3_ppo import training
 from step3_ppo.experience import Collected, Responses, RewardScores, Scores
-from step3_ppo.tools import Talk, ToolUse
 
 # What follows a turn that makes calls, by the names of the calls in CALLS.
 RESULTS = {

@@ -1,4 +1,4 @@
-"""Tools in rollouts: each response is a conversation of the policy with the tools of the run.
+"""Responses that call tools: each is a conversation of the model with the tools, in rollouts and in `rlhf reward`.
 
 `episodes.generate` requests the answer to each turn. The processes of reward functions make it while other responses
 are sampled, and it is written as the chat template writes it.
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.data.cache import StageData
 from pipeline.data.templates import encode_prompt
 from pipeline.data.tool_turns import SampledTurn, ToolTurns
 from pipeline.data.turns import parse_tools, turns_of_json
@@ -25,13 +24,13 @@ from pipeline.generation.episodes import Episode
 from pipeline.generation.rollouts import GenerationStopped, Prompt
 from pipeline.heartbeat import result_of
 from pipeline.rewards.calls import reason_of_missing
+from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure, RewardPool
 from pipeline.rewards.rollout import EndedResponse, FunctionCalls
+from pipeline.rewards.tool_flags import ToolConfig, descriptions
 from pipeline.rewards.tools import ToolResult, Tools
-from pipeline.rewards.worker_flags import worker_limits
+from pipeline.rewards.worker_flags import WorkerFlags, worker_limits
 from pipeline.rewards.workers import Workers
-from step3_ppo.config import PPOConfig
-from step3_ppo.flags.tools import descriptions
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls of the user's code in rollouts: a context, at whose end the processes of this rank are stopped.
+    """The calls of the user's code: a context, at whose end the processes of this rank are stopped.
 
     rewards: those of reward functions.
     tools: those of tools; None: there are none.
@@ -63,51 +62,63 @@ class Calls:
             self.workers.close()
 
 
-def make_calls(config: PPOConfig, prompts: StageData, tokenizer: PreTrainedTokenizerBase) -> Calls:
+def make_calls(
+    functions: Sequence[RewardFunction],
+    flags: ToolConfig,
+    limits: WorkerFlags,
+    *,
+    max_failures: float,
+    takes_tokens: bool,
+    columns: Collection[str],
+    sources: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt: int,
+) -> Calls:
     """Return the calls of functions and tools, each of which is loaded once on this rank. A collective.
+
+    Args:
+        max_failures, takes_tokens: see `FunctionCalls`.
+        columns: those of the prompts that no layout reads.
+        sources: data paths of the prompts.
+        max_prompt: tokens of the longest prompt.
 
     Raises InputError, see `FunctionCalls.check`, `Tools.check` and `ToolTurns`.
     """
-    functions, has_tools = config.reward_functions, bool(config.tools.by_title)
-    workers = Workers(**worker_limits(config.rewards)) if functions or has_tools else None
-    columns = {name for columns in prompts.counts.passed.values() for name in columns}
-    tools = make_tools(config, workers, columns, tokenizer) if workers and has_tools else None
+    workers = Workers(**worker_limits(limits)) if functions or flags.by_title else None
+    tools = make_tools(flags, limits, workers, columns, tokenizer, max_prompt) if workers and flags.by_title else None
     rewards = FunctionCalls(
         RewardPool(functions, workers=workers) if functions else None,
-        max_failures=config.rewards.max_reward_failures,
-        takes_tokens=not config.method.compares,
-        environment=config.tools.environment_class if tools is not None and tools.tools.has_reward else None,
+        max_failures=max_failures,
+        takes_tokens=takes_tokens,
+        environment=flags.environment_class if tools is not None and tools.tools.has_reward else None,
         has_tools=tools is not None,
     )
-    rewards.check(columns, [*config.data.data_path, *config.data.eval_data_path])
+    rewards.check(columns, sources)
     return Calls(rewards, tools, workers)
 
 
-def check_rewarded(config: PPOConfig) -> None:
-    """Raise InputError if nothing rewards responses, since the environment has no `get_reward`."""
-    described = descriptions(config.tools, config.rewards)
-    if not (config.has_reward_model or config.reward_functions or any(one["has_reward"] for one in described)):
-        raise InputError(f"--environment {config.tools.environment}: no get_reward, and nothing else gives rewards")
-
-
 def make_tools(
-    config: PPOConfig, workers: Workers, columns: Collection[str], tokenizer: PreTrainedTokenizerBase
+    flags: ToolConfig,
+    limits: WorkerFlags,
+    workers: Workers,
+    columns: Collection[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt: int,
 ) -> "ToolUse":
-    """Return the tools of a run, loaded and checked. Raises InputError, see `make_calls`."""
-    tools = Tools(config.tools.functions, config.tools.environment_class, workers)
-    tools.check(described := descriptions(config.tools, config.rewards))
+    """Return the tools that the flags name, loaded and checked; see `make_calls`."""
+    tools = Tools(flags.functions, flags.environment_class, workers)
+    tools.check(described := descriptions(flags, limits))
     needed = {name for one in described for name in one["needs"]}
     if missing := needed - {*columns, "prompt"}:
         reason = reason_of_missing(missing, columns)
-        raise InputError(f"--environment {config.tools.environment}: reset: {reason}")
-    names, most = ", ".join(one["function"]["name"] for one in tools.schemas), config.tools.max_turns
-    log.info("tools: %s; at most %d turns in a response", names, most)
-    turns, limit = ToolTurns(tokenizer, tools.schemas), config.data.max_prompt_seq_len
-    return ToolUse(tools, turns, config.tools.max_turns, tokenizer, limit)
+        raise InputError(f"--environment {flags.environment}: reset: {reason}")
+    names = ", ".join(one["function"]["name"] for one in tools.schemas)
+    log.info("tools: %s; at most %d turns in a response", names, flags.max_turns)
+    return ToolUse(tools, ToolTurns(tokenizer, tools.schemas), flags.max_turns, tokenizer, max_prompt)
 
 
 @dataclass(slots=True)
-class Conversation:
+class ToolConversation:
     """A response with tools, as far as it has come.
 
     messages: its turns as reward functions get them: the policy's, and of role `tool` what tools returned.
@@ -165,10 +176,10 @@ class Talk:
     should_stop: Callable[[], bool]
     note: Callable[[Episode], None]
     error: RunError | None = None
-    conversations: list[Conversation] = field(init=False)
+    conversations: list[ToolConversation] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.conversations = [Conversation() for _ in range(len(self.chosen) * self.num_samples)]
+        self.conversations = [ToolConversation() for _ in range(len(self.chosen) * self.num_samples)]
         self.use.tools.close()  # the conversations of a rollout that was stopped
 
     def prompts(self) -> list[Prompt]:
@@ -240,7 +251,9 @@ class Talk:
             return None
         return partial(self._ids_of, talk, turn, self.use.tools.call(episode.number, turn.calls))
 
-    def _ids_of(self, talk: Conversation, turn: SampledTurn, future: "Future[list[ToolResult] | Failure]") -> list[int]:
+    def _ids_of(
+        self, talk: ToolConversation, turn: SampledTurn, future: "Future[list[ToolResult] | Failure]"
+    ) -> list[int]:
         results = self.waited(future)
         if isinstance(results, Failure):
             talk.failure = results

@@ -1,7 +1,6 @@
-"""The flags of tools that a policy calls while it answers."""
+"""The flags of tools that a policy calls while it answers, which training, `rlhf reward` and `rlhf chat` have."""
 
 import json
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -9,10 +8,8 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Group
 from pipeline.rewards.functions import RewardFunction, function_of_file
 from pipeline.rewards.worker_flags import WorkerFlags, worker_limits
-from step3_ppo.flags.groups import PromptDataConfig, SamplingConfig
 
 FLAG = "--tools"
-METHODS_WITH_TOOLS = ("ppo", "grpo", "rloo")
 
 
 class ToolConfig(Group):
@@ -56,19 +53,10 @@ class ToolConfig(Group):
         return named | ({} if environment is None else {f"environment {environment.name}": environment})
 
 
-def reason_against(
-    tools: ToolConfig, method: str, sampling: SamplingConfig, data: PromptDataConfig, rewards: Sequence[RewardFunction]
-) -> str:
-    """Return why a run with these settings cannot have tools, beginning with the flag, or an empty text."""
-    if method not in METHODS_WITH_TOOLS:
-        return f"method: got {method}, which takes no --tools; {', '.join(METHODS_WITH_TOOLS)} do"
-    if sampling.inference_tp_size > 1:
-        return "inference_tp_size: with --tools each rank samples by itself, expected 1"
-    if data.long_prompts == "truncate_left":
-        return "long_prompts: truncate_left would cut the --tools, which stand first; expected drop"
-    if tools.environment.rpartition(":")[2] in [one.name for one in rewards]:
-        return "environment: a reward function has the same name; rename one"
-    return ""
+def schemas_of(config: ToolConfig, limits: WorkerFlags) -> str:
+    """Return the JSON schemas of the tools, as a JSON list; "" without tools. Raises InputError: `Tools.check`."""
+    described = descriptions(config, limits) if config.by_title else []
+    return json.dumps([schema for one in described for schema in one["schemas"]]) if described else ""
 
 
 def descriptions(config: ToolConfig, limits: WorkerFlags) -> list[dict[str, Any]]:
