@@ -16,6 +16,8 @@ from pipeline.errors import InputError, RunError, counted, nearest, printable, s
 from pipeline.files import append_row, refused_by_disk
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.models.paths import check_language_model, check_reward_model
+from pipeline.rewards.tool_flags import ToolConfig
+from pipeline.rewards.worker_flags import WorkerFlags
 from pipeline.run.entry import command, command_flags
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class ChatConfig(Group):
     )
     seed: int = flag(-1, "Seed of sampled replies; -1: a random one", ge=-1, lt=MAX_SEED)
     dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 if the device supports it, else fp32")
+    tools: ToolConfig = ToolConfig()
+    workers: WorkerFlags = WorkerFlags()
     sampling: ReplySettings = ReplySettings(temperature=0.7, top_p=0.95, max_new_tokens=512)
 
 
@@ -72,19 +76,23 @@ def run(argv: list[str], prog: str) -> None:
     from pipeline.inference.answer_scores import load_scorer
     from pipeline.inference.answers import load_chat_model, resolve_dtype
     from pipeline.inference.chat_session import Conversation
+    from pipeline.inference.tool_conversations import open_tools
 
     seed = secrets.randbelow(MAX_SEED) if config.seed < 0 else config.seed
     dtype = resolve_dtype(config.dtype)
     chat_model = load_chat_model(config.model, dtype=dtype)
     scorer = load_scorer(config.reward_model, dtype=dtype) if config.reward_model else None
-    conversation = Conversation(chat_model, config.sampling, system=config.system, seed=seed)
-    if question is None:
-        Shell(conversation, scorer).run()
-        return
-    reply = conversation.say(question, show)
+    with open_tools(config.tools, config.workers, chat_model.tokenizer) as tools:
+        conversation = Conversation(chat_model, config.sampling, system=config.system, seed=seed, tools=tools)
+        if question is None:
+            Shell(conversation, scorer).run()
+            return
+        reply = conversation.say(question, show)
     print()
     if reply.ending == "stopped":
         raise KeyboardInterrupt
+    if reply.reward is not None:
+        say(f"reward {reply.reward:.4g} by the environment")
     if scorer and reply.text:
         say(f"score {conversation.score(scorer):.4g}")
 
@@ -235,9 +243,11 @@ def banner(conversation: "Conversation") -> str:
     model = conversation.chat_model.model
     count = sum(parameter.numel() for parameter in model.parameters())
     kind = f"{type(model).__name__}, {count / 1e6:,.1f} M parameters, {str(model.dtype).removeprefix('torch.')}"
+    schemas = conversation.tools.tools.schemas if conversation.tools else []
+    names = f"tools: {', '.join(one['function']['name'] for one in schemas)}\n" if schemas else ""
     return (
         f"{conversation.chat_model.path}: {kind} on {model.device}\n"
-        f"{settings_line(conversation.settings)}, seed {conversation.seed}\n"
+        f"{settings_line(conversation.settings)}, seed {conversation.seed}\n{names}"
         "/help lists the commands. Ctrl-C stops a reply, Ctrl-D leaves."
     )
 
@@ -245,6 +255,8 @@ def banner(conversation: "Conversation") -> str:
 def summary(reply: "Reply", num_positions: int | None, score: float | None) -> str:
     """Return a line about a reply: tokens, seconds, score, and why it ended early, if it did."""
     parts = [f"{reply.num_tokens} tokens, {reply.time_s:.1f} s"]
+    if reply.reward is not None:
+        parts.append(f"reward {reply.reward:.4g} by the environment")
     if score is not None:
         parts.append(f"score {score:.4g}")
     if not reply.text:

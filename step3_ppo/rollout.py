@@ -17,14 +17,14 @@ from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.data.templates import set_template
 from pipeline.data.tool_turns import ToolTurns
-from pipeline.errors import InputError, Interrupted
+from pipeline.errors import Interrupted
 from pipeline.generation.episodes import Episode, NoAnswers
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.inference.tool_conversations import Talk, ToolUse
 from pipeline.preparation.inputs import prepare_stage
 from pipeline.rewards.rollout import EndedResponse, FunctionCalls
-from pipeline.rewards.tool_flags import descriptions
+from pipeline.rewards.tool_flags import check_rewarded
 from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Responses, gather_responses, pack_responses
@@ -42,13 +42,6 @@ SAMPLING_SETTINGS = frozenset(
 )
 
 
-def check_rewarded(config: PPOConfig) -> None:
-    """Raise InputError if nothing rewards responses, since the environment has no `get_reward`."""
-    described = descriptions(config.tools, config.rewards)
-    if not (config.has_reward_model or config.reward_functions or any(one["has_reward"] for one in described)):
-        raise InputError(f"--environment {config.tools.environment}: no get_reward, and nothing else gives rewards")
-
-
 def make_data(
     run: Run, config: PPOConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[StageData, StepLoader[SFTBatch] | None]:
@@ -59,7 +52,7 @@ def make_data(
     if config.tool_schemas:
         set_template(tokenizer, config.data.template)
         ToolTurns(tokenizer, json.loads(config.tool_schemas))
-        check_rewarded(config)
+        check_rewarded(config.tools, config.rewards, others=bool(config.has_reward_model or config.reward_functions))
     prompts, *texts = prepare_stage(run, config, tokenizer)
     if not texts:
         return prompts, None

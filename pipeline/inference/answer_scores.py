@@ -161,6 +161,7 @@ def read_prompts(
     max_length: int,
     max_new_tokens: int,
     limit_flag: str = "--max-new-tokens",
+    tool_schemas: str = "",
 ) -> PromptData:
     """Read the prompts of all rows, of any layout, encode them for the model, and note which rows are dropped.
 
@@ -170,13 +171,15 @@ def read_prompts(
         column_map: `--column-map`, as given.
         max_length: tokens of a prompt; 0 = as many as fit the model's positions.
         limit_flag: name of the flag of `max_new_tokens`.
+        tool_schemas: see `TokenizationOptions`.
 
     Raises:
         InputError: a source is unreadable or has no prompt, or the model cannot be sampled from.
     """
     names = parse_column_map(column_map)
     counts, limit = Counts(), prompt_limit(source, max_length, max_new_tokens, limit_flag)
-    maker = RowMaker(load_chat_tokenizer(source), TokenizationOptions(max_prompt_seq_len=limit), counts)
+    options = TokenizationOptions(max_prompt_seq_len=limit, tool_schemas=tool_schemas)
+    maker = RowMaker(load_chat_tokenizer(source), options, counts)
     prompts, copies = list[SamplePrompt](), Counter[int]()
     for path in paths:
         for record in read_records(read_rows(path), counts, column_map=names, passes_columns=True):

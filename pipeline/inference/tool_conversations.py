@@ -6,8 +6,10 @@ are sampled, and it is written as the chat template writes it.
 
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -23,6 +25,7 @@ from pipeline.errors import InputError, RunError
 from pipeline.generation.episodes import Episode
 from pipeline.generation.rollouts import GenerationStopped, Prompt
 from pipeline.heartbeat import result_of
+from pipeline.inference.answer_rows import Answer
 from pipeline.rewards.calls import reason_of_missing
 from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure, RewardPool
@@ -285,3 +288,56 @@ class Talk:
             for one in self.conversations
         ]
         return torch.tensor(counts, dtype=torch.float32, device=device)
+
+
+@contextmanager
+def open_tools(flags: ToolConfig, limits: WorkerFlags, tokenizer: PreTrainedTokenizerBase) -> Iterator[ToolUse | None]:
+    """Yield the tools of a chat, with processes of their own; None if the flags name none. Raises as `make_calls`."""
+    if not flags.by_title:
+        yield None
+        return
+    with Workers(**worker_limits(limits)) as workers:
+        yield make_tools(flags, limits, workers, (), tokenizer, sys.maxsize)
+
+
+class ToolEpisode:
+    """The tools of one reply in a chat.
+
+    opening: text of the environment that is added to the question.
+    """
+
+    def __init__(self, use: ToolUse, messages: Sequence[Turn]) -> None:
+        """Begin an episode.
+
+        Args:
+            messages: the conversation so far, the question included.
+
+        Raises:
+            InputError: `reset` of the environment failed or returned no text.
+        """
+        self._use, self._num_turns = use, 0
+        use.tools.close()  # the episode of a reply that was stopped
+        opening = result_of(use.tools.begin(0, {"prompt": [*messages]}))
+        if isinstance(opening, Failure):
+            raise InputError(f"--environment: reset: {opening.message}")
+        self.opening = opening or ""
+
+    def results_of(self, reply: Answer, emit: Callable[[str], None]) -> list[int]:
+        """Make the calls of a turn, and emit their results.
+
+        Returns the ids between the turn and the next one; [] if it calls nothing, or may not.
+        """
+        self._num_turns += 1
+        turn = self._use.turns.read(reply.ids)
+        if not turn.calls or reply.finish_reason != "end" or self._num_turns >= self._use.max_turns:
+            return []
+        results = result_of(self._use.tools.call(0, turn.calls))
+        if isinstance(results, Failure):
+            raise InputError(f"--tools: {results.message}")
+        emit("".join(f"\n[{one.name}] {one.text}" for one in results) + "\n")
+        return self._use.turns.results([(one.name, one.text) for one in results], turn.call_ids)
+
+    def end(self) -> float | None:
+        """End the episode, and return the environment's reward; None if it gives none."""
+        reward = result_of(self._use.tools.end(0))
+        return None if isinstance(reward, Failure) else reward

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Group
+from pipeline.errors import InputError
 from pipeline.rewards.functions import RewardFunction, function_of_file
 from pipeline.rewards.worker_flags import WorkerFlags, worker_limits
 
@@ -76,3 +77,9 @@ def _described(config: str, limits: str, contents: tuple[str, ...]) -> list[dict
         tools = Tools(flags.functions, flags.environment_class, workers)
         tools.check()
         return tools.descriptions
+
+
+def check_rewarded(config: ToolConfig, limits: WorkerFlags, *, others: bool) -> None:
+    """Raise InputError if nothing rewards responses: `others` is False, and the environment has no `get_reward`."""
+    if not (others or any(one["has_reward"] for one in descriptions(config, limits))):
+        raise InputError(f"--environment {config.environment}: no get_reward, and nothing else gives rewards")

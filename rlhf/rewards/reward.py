@@ -1,10 +1,12 @@
 """Try reward functions on rows of a data set before training: `rlhf reward rewards.py:length --data prompts.jsonl`.
 
-With a model, also the task: `rlhf reward rewards.py:right_number --data questions.jsonl --model output/sft`.
+With a model, also the task: `rlhf reward rewards.py:right_number --data questions.jsonl --model output/sft`; with
+`--tools` or `--environment` as training has them, too.
 """
 
 import json
 import logging
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +14,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import yaml
 from pydantic import model_validator
@@ -35,6 +37,7 @@ from pipeline.rewards.failures import (
 )
 from pipeline.rewards.functions import FLAG, RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, Responses, Value
+from pipeline.rewards.tool_flags import ToolConfig, check_rewarded, schemas_of
 from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 from pipeline.run.entry import command, command_flags
 from pipeline.run.layout import task_file
@@ -94,18 +97,21 @@ class RewardTrialConfig(WorkerFlags):
     )
     seed: int = flag(1234, "Seed of the model's answers", ge=0, read_if="--model")
     column_map: str = flag("", "Column names in your data: prompt=question,chosen=best")
+    tools: ToolConfig = ToolConfig()
 
     @model_validator(mode="after")
     def _answers_are_compared(self) -> Self:
         if self.model and self.num_samples_per_prompt < 2:
             raise ValueError("num_samples_per_prompt: got 1 with --model, which compares answers; expected 2 or more")
+        if self.tools.by_title and not self.model:
+            raise ValueError("tools: got some, or an environment, without --model, which calls them")
         return self
 
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, then read, score and print."""
     config = command_flags(RewardTrialConfig, argv, section="reward_trial", prog=prog, not_empty=("model",)).config
-    if not config.reward_function:
+    if not (config.reward_function or config.tools.environment):
         raise InputError(f"{FLAG}: missing; name a function, for example: {prog} rewards.py:length --data FILE")
     if not config.data:
         raise InputError("--data: missing; name a file with prompts, a folder or a hub id")
@@ -210,17 +216,20 @@ def try_task(config: RewardTrialConfig, functions: Sequence[RewardFunction]) -> 
     from pipeline.models.source import ModelSource, num_positions
 
     check_language_model(config.model, "--model")
+    check_rewarded(config.tools, config, others=bool(functions))
     folder = Path(config.output).expanduser() if config.output else None
     if folder:
         check_folder(folder)
     limit, k, source = config.max_answer_seq_len, config.num_samples_per_prompt, ModelSource(config.model)
     data = read_prompts([config.data], source, column_map=config.column_map, max_length=config.max_prompt_seq_len,
-                        max_new_tokens=limit, limit_flag="--max-answer-seq-len")  # fmt: skip
+                        max_new_tokens=limit, limit_flag="--max-answer-seq-len",
+                        tool_schemas=schemas_of(config.tools, config))  # fmt: skip
     prompts = drawn([one for one in data.prompts if not one.copy], config.n or NUM_PROMPTS, config.seed)
     began, positions = time.monotonic(), num_positions(source.config)
+    answered = answers_to(replace(data, prompts=prompts), config, functions)
     trial = task_trial(
-        answers_to(replace(data, prompts=prompts), config, functions),
-        {one.name: one.weight for one in functions},
+        answered.groups,
+        {one.name: one.weight for one in answered.functions},
         limit=limit,
         num_samples=k,
         most_tokens=positions and positions - max(len(one.tokens.ids) for one in prompts),
@@ -228,7 +237,7 @@ def try_task(config: RewardTrialConfig, functions: Sequence[RewardFunction]) -> 
     if trial is None:
         raise InputError(f"{FLAG}: no answer of {config.model} got a reward: functions failed or returned None")
     title = f"{counted(len(prompts), 'prompt')} x {k} answers of {printable(config.model)} at temperature 1"
-    table = rows_of(trial)
+    table = rows_of(trial) + ([("tools", answered.tool_use)] if answered.tool_use else [])
     show(f"{title} in {time.monotonic() - began:.1f} s; in brackets 95 % intervals, by prompt")
     for name, text in table:
         show(f"{name:<{NAME_WIDTH}}{text}")
@@ -254,32 +263,61 @@ def drawn(prompts: "Sequence[SamplePrompt]", count: int, seed: int) -> "list[Sam
     return [replace(prompts[index], number=number) for number, index in enumerate(indices, 1)]
 
 
-def answers_to(
-    data: "PromptData", config: RewardTrialConfig, functions: Sequence[RewardFunction]
-) -> list[list[Answer]]:
+class Answered(NamedTuple):
+    """The model's answers.
+
+    groups: those to each prompt, scored.
+    functions: what scored them.
+    tool_use: what they called, in words; "" without tools.
+    """
+
+    groups: list[list[Answer]]
+    functions: Sequence[RewardFunction]
+    tool_use: str = ""
+
+
+def answers_to(data: "PromptData", config: RewardTrialConfig, functions: Sequence[RewardFunction]) -> Answered:
     """Return the model's answers to each prompt, scored.
 
     Raises:
-        InputError: a function fails too often, or returns a value for each token.
+        InputError: a function fails too often, or returns a value for each token; or see `make_calls`.
         EnvironmentFault: its endpoint does not answer.
     """
     from pipeline.inference.answer_scores import scored_answers
     from pipeline.inference.answers import load_chat_model, resolve_dtype
+    from pipeline.inference.tool_answers import answers_with_tools
+    from pipeline.inference.tool_conversations import make_calls
 
-    k = config.num_samples_per_prompt
-    settings = SampleSettings(max_new_tokens=config.max_answer_seq_len, temperature=1.0, n=k)
-    run: Any = {"batch_size": max(1, ANSWERS_AT_ONCE // k), "seed": config.seed, "progress": f" of {len(data.prompts)}"}
+    k, limit = config.num_samples_per_prompt, config.max_answer_seq_len
+    settings = SampleSettings(max_new_tokens=limit, temperature=1.0, n=k)
+    how: Any = {"batch_size": max(1, ANSWERS_AT_ONCE // k), "seed": config.seed}
     logging.basicConfig(level=logging.INFO, handlers=[StderrHandler()], force=True)  # functions print to stderr
-    with reward_pool(config, functions, prints_traces=False) as pool:
-        pool.check(data.columns)
-        chat_model = load_chat_model(config.model, dtype=resolve_dtype("auto"))
-        return checked_groups(scored_answers(chat_model, data, pool, settings, **run))
+    if not config.tools.by_title:
+        with reward_pool(config, functions, prints_traces=False) as pool:
+            pool.check(data.columns)
+            chat_model = load_chat_model(config.model, dtype=resolve_dtype("auto"))
+            scored = scored_answers(chat_model, data, pool, settings, progress=f" of {len(data.prompts)}", **how)
+            return Answered(checked_groups(scored), functions)
+    chat_model = load_chat_model(config.model, dtype=resolve_dtype("auto"))
+    with make_calls(
+        functions,
+        config.tools,
+        config,
+        max_failures=FailureWindow().max_share,
+        takes_tokens=False,
+        columns=data.columns,
+        sources=[config.data],
+        tokenizer=chat_model.tokenizer,
+        max_prompt=config.max_prompt_seq_len or (chat_model.num_positions or sys.maxsize) - limit,
+    ) as calls:
+        with_tools, tool_use = answers_with_tools(chat_model, data.prompts, calls, settings, **how)
+        return Answered(checked_groups(with_tools), calls.rewards.functions, tool_use)
 
 
 def checked_groups(scored: "Iterable[tuple[Any, list[Answer], dict[str, list[Value]]]]") -> list[list[Answer]]:
     """Return the answers to each prompt, and note failures of functions. Raises as `answers_to`.
 
-    scored: what `scored_answers` yields.
+    scored: what `scored_answers` yields, or `answers_with_tools` returns.
     """
     groups, by_name = list[list[Answer]](), defaultdict[str, list[Value]](list)
     for _, answers, values in scored:
