@@ -36,16 +36,17 @@ def task_lines(planned: PlannedStage) -> Iterator[str]:
     config: Any = planned.resolved.config
     values = dict(flat_items(config))
     functions, data = values.get("reward_function", []), values["data_path"]
-    compares = functions and (config.method.compares or values["group_baseline"])
+    compares = (functions or values.get("environment")) and (config.method.compares or values["group_baseline"])
     if not compares or values["reward_model_name_or_path"] or len(data) != 1:
-        return
-    if values["tools"] or values["environment"]:  # the trial has none
         return
     if any(one.lstrip().startswith("{") for one in functions):  # their settings may be secret
         return
     argv = ["rlhf", "reward", *functions, "--data", parse_path(data[0])[0], "--model", planned.base]
-    argv += ["--column-map", values["column_map"]] if values["column_map"] else []
-    for name in ("num_samples_per_prompt", "max_prompt_seq_len", "max_answer_seq_len"):
+    argv += ["--tools", *values["tools"]] if values["tools"] else []
+    for name in ("column_map", "environment"):
+        argv += [dashed(name), values[name]] if values[name] else []
+    turns = ["max_turns"] if config.tools.by_title else []
+    for name in ("num_samples_per_prompt", "max_prompt_seq_len", "max_answer_seq_len", *turns):
         argv += [dashed(name), str(values[name])]
     argv += ["--output", str(stages_folder(planned.run_dir))]
     yield f"whether this model can learn this task: {shlex.join(argv)}"

@@ -99,8 +99,8 @@ class Conversation:
         """Generate the reply to `text`; call `emit` with each piece as soon as it is complete.
 
         A KeyboardInterrupt stops the reply and keeps its text so far. An empty reply adds no turns: templates and
-        training have no empty turns. The n-th reply is drawn with the seed + n, so that a second try differs. With tools
-        the text of a reply is its last turn.
+        training have no empty turns. The n-th reply is drawn with the seed + n, so that a second try differs. With
+        tools the text of a reply is its last turn.
         """
         turns = [*self.turns, Message("user", valid_unicode(text).strip())]
         episode = ToolEpisode(self.tools, [asdict(turn) for turn in turns]) if self.tools else None

@@ -88,7 +88,9 @@ def make_calls(
     Raises InputError, see `FunctionCalls.check`, `Tools.check` and `ToolTurns`.
     """
     workers = Workers(**worker_limits(limits)) if functions or flags.by_title else None
-    tools = make_tools(flags, limits, workers, columns, tokenizer, max_prompt) if workers and flags.by_title else None
+    tools = None
+    if workers and flags.by_title:
+        tools = make_tools(flags, limits, workers, tokenizer, columns=columns, max_prompt=max_prompt)
     rewards = FunctionCalls(
         RewardPool(functions, workers=workers) if functions else None,
         max_failures=max_failures,
@@ -104,8 +106,9 @@ def make_tools(
     flags: ToolConfig,
     limits: WorkerFlags,
     workers: Workers,
-    columns: Collection[str],
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    columns: Collection[str],
     max_prompt: int,
 ) -> "ToolUse":
     """Return the tools that the flags name, loaded and checked; see `make_calls`."""
@@ -297,7 +300,7 @@ def open_tools(flags: ToolConfig, limits: WorkerFlags, tokenizer: PreTrainedToke
         yield None
         return
     with Workers(**worker_limits(limits)) as workers:
-        yield make_tools(flags, limits, workers, (), tokenizer, sys.maxsize)
+        yield make_tools(flags, limits, workers, tokenizer, columns=(), max_prompt=sys.maxsize)
 
 
 class ToolEpisode:

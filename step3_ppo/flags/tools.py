@@ -1,4 +1,4 @@
-"""Which runs can have tools that the policy calls while it answers."""
+"""Reasons why a run cannot have tools that the policy calls while it answers."""
 
 from collections.abc import Sequence
 

@@ -287,10 +287,11 @@ TESTS: dict[str, str] = {
         "sample.reward_timeout_s eval.reward_timeout_s",
     "rlhf/test_sample.py::test_as_many_workers_as_the_flag_says": "sample.reward_workers eval.reward_workers",
     "rewards/test_reward_pool.py::test_workers_see_no_secrets":
-        "sample.reward_env reward_trial.reward_env ppo.reward_env prompt_eval.reward_env eval.reward_env",
+        "sample.reward_env reward_trial.reward_env ppo.reward_env prompt_eval.reward_env eval.reward_env "
+        "chat.reward_env",
     "rewards/test_reward_limits.py::test_a_worker_has_so_much_memory_and_no_more":
         "sample.reward_worker_gib reward_trial.reward_worker_gib ppo.reward_worker_gib prompt_eval.reward_worker_gib "
-        "eval.reward_worker_gib",
+        "eval.reward_worker_gib chat.reward_worker_gib",
     "rewards/test_reward_limits.py::test_without_the_flag_half_of_the_memory_is_shared[1-1]":
         "reward_trial.reward_workers",
     "rlhf/test_reward.py::test_a_call_has_all_responses_of_a_group": "reward_trial.num_samples_per_prompt",

@@ -48,6 +48,16 @@ RESUMED: dict[str, str] = {
     "faults/test_resume_changed.py::test_an_older_step_is_resumed_by_name[{0}]": "resume",
     "reporting/test_report_runs.py::test_a_flag_turns_the_report_off[{0}]": "report",
 }
+# Tools of commands beside training.
+OF_TOOLS: dict[str, str] = {
+    "rlhf/test_trial_and_chat_tools.py::test_a_trial_says_what_was_called":
+        "reward_trial.tools reward_trial.max_turns",
+    "rlhf/test_trial_and_chat_tools.py::test_a_chat_shows_the_results_of_calls": "chat.tools chat.max_turns",
+    "rlhf/test_trial_and_chat_tools.py::test_an_environment_opens_and_rewards_a_reply":
+        "chat.environment reward_trial.environment",
+    "rlhf/test_trial_and_chat_tools.py::test_the_processes_of_a_chats_tools_have_its_limits":
+        "chat.reward_timeout_s chat.reward_workers",
+}  # fmt: skip
 
 
 def shared_tests() -> dict[str, str]:
@@ -61,7 +71,7 @@ def shared_tests() -> dict[str, str]:
             found[test.format(stage)] = [f"{stage}.{name}" for name in names.split()]
     for stage in ("reward", "dpo"):  # PPO has no dropout, and refuses it
         found[f"{ENGINES}[adapters-{stage}-model]"].append(f"{stage}.lora_dropout")
-    return {test: " ".join(keys) for test, keys in found.items()}
+    return OF_TOOLS | {test: " ".join(keys) for test, keys in found.items()}
 
 
 def tests_of_other_stages(first: dict[str, Any]) -> dict[str, Any]:

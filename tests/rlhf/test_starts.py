@@ -70,6 +70,13 @@ def test_a_first_run_of_groups_names_the_trial_of_its_task():
     given += ["--ppo.max-prompt-seq-len", "32"]
     sizes = "--column-map prompt=q --num-samples-per-prompt 4 --max-prompt-seq-len 32 --max-answer-seq-len 64"
     assert command("--method", "rloo", *given, "--ppo.output-dir", "out") == [f"{expected} {sizes} --output out"]
+    Path("t.py").write_text(
+        'def add(a: int) -> int:\n    """Add.\n\n    Args:\n        a: It.\n    """\n    return a\n'
+    )
+    tools = "--tools t.py:add t.py:add2 --num-samples-per-prompt 8 --max-prompt-seq-len 256 --max-answer-seq-len 512"
+    Path("t.py").write_text(Path("t.py").read_text() + Path("t.py").read_text().replace("add(", "add2("))
+    found = command("--method", "grpo", "--ppo.tools", "t.py:add", "t.py:add2", "--ppo.max-turns", "3")
+    assert found == [f"{expected} {tools} --max-turns 3 --output output"]
     assert command("--method", "ppo", "--ppo.num-samples-per-prompt", "4") == []
     assert command("--method", "grpo", "--ppo.reward-model-name-or-path", "tiny") == []
     assert command("--method", "grpo", "--step", "1", "3") == []
