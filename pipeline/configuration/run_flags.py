@@ -93,10 +93,10 @@ class RunConfig(Group):
     eval_iters: int = flag(
         0, "Batches of --per-device-eval-batch-size per evaluation, on each rank; 0: all rows", ge=0, on_resume="free"
     )
-    monitors: list[Literal["tensorboard", "csv", "wandb"]] = flag(
+    monitors: list[Literal["tensorboard", "csv", "wandb", "trackio", "swanlab", "mlflow"]] = flag(
         ["tensorboard"],
         "Where metrics are logged in addition to <run_dir>/metrics.jsonl: tensorboard/ and metrics.csv in that "
-        "folder, Weights & Biases (needs the wandb package); none: nowhere else",
+        "folder, Weights & Biases, Trackio, SwanLab, MLflow (each needs its package); none: nowhere else",
         on_resume="free",
         switches={"enable_tensorboard": "tensorboard", "enable_csv": "csv", "enable_wandb": "wandb"},
         other_tools="report_to",

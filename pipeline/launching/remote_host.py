@@ -26,7 +26,8 @@ SILENCE_S = 60.0  # seconds of silence after which a host counts as lost; its ag
 AGENT = [sys.executable, "-u", "-m", "pipeline.launching.host_agent"]
 # Prefixes of the environment variables that are sent to all hosts; DeepSpeed's file adds others.
 PASSED_ON = (
-    "NCCL", "PYTHON", "GLOO", "UCX", "DS_", "HF_", "TRANSFORMERS_", "OMP_", "TORCH", "TOKENIZERS_", "WANDB_", PIPELINE,
+    "NCCL", "PYTHON", "GLOO", "UCX", "DS_", "HF_", "TRANSFORMERS_", "OMP_", "TORCH", "TOKENIZERS_", "WANDB_",
+    "TRACKIO_", "SWANLAB_", "MLFLOW_", PIPELINE,
 )  # fmt: skip
 ENVIRONMENT_FILE = ".deepspeed_env"
 

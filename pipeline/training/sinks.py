@@ -14,6 +14,8 @@ from typing import Any
 
 from pipeline.files import tolerated, write_text
 
+MLFLOW_CHARS = 6000  # most characters of a parameter that MLflow takes
+
 
 def nothing(*_: Any) -> None:
     """Do nothing; most sinks do this at a checkpoint and at the end of a run."""
@@ -82,16 +84,9 @@ def wandb(run_dir: Path, stage: str, start_step: int) -> Sink:
     """Log to Weights & Biases: one run for each run folder, in the group of its output. A resumed run continues it."""
     import wandb
 
-    id_file, output = run_dir / "wandb_id", run_dir.resolve().parent.parent.name
-    if start_step < 0 or not id_file.is_file():
-        write_text(id_file, uuid.uuid4().hex[:12])
-    settings = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "rlhf-pipeline"),
-        group=output,
-        name=f"{output}-{stage}",
-        config={name: setting["value"] for name, setting in settings.items()},
-        id=id_file.read_text(encoding="utf-8"),
+        **description(run_dir, stage, "WANDB_PROJECT"),
+        id=run_id(run_dir / "wandb_id", start_step),
         resume="allow",
         dir=str(run_dir),
         settings=wandb.Settings(console="off"),  # the run folder has the log
@@ -100,6 +95,70 @@ def wandb(run_dir: Path, stage: str, start_step: int) -> Sink:
     return Sink(
         lambda step, values: run.log(finite_only(values), step=step), lambda exit_code: run.finish(exit_code=exit_code)
     )
+
+
+def trackio(run_dir: Path, stage: str, start_step: int) -> Sink:
+    """Log to Trackio, as `wandb` does. It knows a run by its name, which therefore has the id."""
+    import trackio
+
+    how, number = description(run_dir, stage, "TRACKIO_PROJECT"), run_id(run_dir / "trackio_id", start_step)
+    run = trackio.init(**how | {"name": f"{how['name']}-{number}"}, resume="allow")
+    return Sink(lambda step, values: run.log(finite_only(values), step=step), lambda _: run.finish())
+
+
+def swanlab(run_dir: Path, stage: str, start_step: int) -> Sink:
+    """Log to SwanLab, as `wandb` does."""
+    import swanlab
+
+    run = swanlab.init(
+        **description(run_dir, stage, "SWANLAB_PROJ_NAME"),
+        id=run_id(run_dir / "swanlab_id", start_step),
+        resume="allow",
+        log_dir=str(run_dir / "swanlab"),
+        settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),  # the run folder has the log
+    )
+    return Sink(
+        lambda step, values: run.log(finite_only(values), step=step),
+        lambda exit_code: run.finish("crashed" if exit_code else "success"),
+    )
+
+
+def mlflow(run_dir: Path, stage: str, start_step: int) -> Sink:
+    """Log to MLflow, as `wandb` does. The server gives a run its id."""
+    import mlflow
+
+    how, id_file = description(run_dir, stage, "MLFLOW_EXPERIMENT_NAME"), run_dir / "mlflow_id"
+    mlflow.set_experiment(how["project"])
+    if is_new := start_step < 0 or not id_file.is_file():
+        id_file.unlink(missing_ok=True)
+    known = None if is_new else id_file.read_text(encoding="utf-8")
+    run = mlflow.start_run(run_id=known, run_name=how["name"], tags={"group": how["group"]})
+    if is_new:  # the parameters of a run cannot change
+        write_text(id_file, run.info.run_id)
+        mlflow.log_params({name: str(value)[:MLFLOW_CHARS] for name, value in how["config"].items()})
+    return Sink(
+        lambda step, values: mlflow.log_metrics(finite_only(values), step=step),
+        lambda exit_code: mlflow.end_run("FAILED" if exit_code else "FINISHED"),
+    )
+
+
+def description(run_dir: Path, stage: str, project_variable: str) -> dict[str, Any]:
+    """Return how trackers show a run: project, group, name and settings."""
+    output = run_dir.resolve().parent.parent.name
+    settings = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    return {
+        "project": os.environ.get(project_variable, "rlhf-pipeline"),
+        "group": output,
+        "name": f"{output}-{stage}",
+        "config": {name: setting["value"] for name, setting in settings.items()},
+    }
+
+
+def run_id(file: Path, start_step: int) -> str:
+    """Return the id of a run by which a tracker knows it again; a run that starts afresh gets another one."""
+    if start_step < 0 or not file.is_file():
+        write_text(file, uuid.uuid4().hex[:12])
+    return file.read_text(encoding="utf-8")
 
 
 def finite_only(values: Mapping[str, float | None]) -> dict[str, float]:
@@ -113,4 +172,7 @@ SINKS: dict[str, Callable[[Path, str, int], Sink]] = {
     "tensorboard": tensorboard,
     "csv": csv_file,
     "wandb": wandb,
+    "trackio": trackio,
+    "swanlab": swanlab,
+    "mlflow": mlflow,
 }
