@@ -131,15 +131,16 @@ def mlflow(run_dir: Path, stage: str, start_step: int) -> Sink:
     mlflow.set_experiment(how["project"])
     if is_new := start_step < 0 or not id_file.is_file():
         id_file.unlink(missing_ok=True)
-    known = None if is_new else id_file.read_text(encoding="utf-8")
-    run = mlflow.start_run(run_id=known, run_name=how["name"], tags={"group": how["group"]})
+    number = None if is_new else id_file.read_text(encoding="utf-8")
+    run = mlflow.start_run(run_id=number, run_name=how["name"], tags={"group": how["group"]})
     if is_new:  # the parameters of a run cannot change
         write_text(id_file, run.info.run_id)
         mlflow.log_params({name: str(value)[:MLFLOW_CHARS] for name, value in how["config"].items()})
-    return Sink(
-        lambda step, values: mlflow.log_metrics(finite_only(values), step=step),
-        lambda exit_code: mlflow.end_run("FAILED" if exit_code else "FINISHED"),
-    )
+
+    def write(step: int, values: Mapping[str, float | None]) -> None:
+        mlflow.log_metrics(finite_only(values), step=step)
+
+    return Sink(write, lambda exit_code: mlflow.end_run("FAILED" if exit_code else "FINISHED"))
 
 
 def description(run_dir: Path, stage: str, project_variable: str) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_what_is_no_word_and_no_truth_is_refused(tmp_path):
         naming("--enable-tensorboard ... 2 values (a b) ... one"),
         naming(f"--enable-csv ... 3 ({tmp_path}/run.yaml) ... boolean"),
         naming("--enable-wandb ... 'maybe' (command line) ... boolean"),
-        naming(f"--monitors ... 7 ({tmp_path}/run.yaml) ... 'tensorboard', 'csv' or 'wandb'"),
+        naming(f"--monitors ... 7 ({tmp_path}/run.yaml) ... 'tensorboard', 'csv', ... or 'mlflow'"),
     ]
     with pytest.raises(InputError, match="--monitors: got 'cvs' .*; did you mean csv?"):
         parsed("--monitors", "cvs")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from support.source_tree import ROOT, source_files, tree_of
 
-# torch's GPU builds bring triton, pydantic its core, and who logs to W&B, serves, or evaluates by BLEU or ROUGE
+# torch's GPU builds bring triton, pydantic its core, and who logs to a tracker, serves, or evaluates by BLEU or ROUGE
 # installs those.
 OPTIONAL = {
-    "bitsandbytes", "httpx", "math-verify", "py3langid", "pydantic-core", "reasoning-gym", "rouge-score", "sacrebleu",
-    "starlette", "triton", "uvicorn", "wandb",
+    "bitsandbytes", "httpx", "math-verify", "mlflow", "mlflow-skinny", "py3langid", "pydantic-core", "reasoning-gym",
+    "rouge-score", "sacrebleu", "starlette", "swanlab", "trackio", "triton", "uvicorn", "wandb",
 }  # fmt: skip
 # Needed by others: the chat templates and tokenizers of transformers, torch.utils.tensorboard.
 NOT_IMPORTED = {"sentencepiece", "tensorboard"}
