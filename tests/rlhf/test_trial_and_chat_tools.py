@@ -3,12 +3,13 @@
 import json
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.in_process import error_lines
+from support.in_process import error_lines, undone_afterwards
 from support.messages import naming
 from support.tool_run import make_tool_folder
 
@@ -36,6 +37,13 @@ RESULT = re.compile(r"^\[(\w+)\] (.*)$", re.MULTILINE)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tool_folder(tmp_path_factory.mktemp("tools"), "add", "say", "fail", "wrong", num_train=6)
+
+
+@pytest.fixture(autouse=True)
+def log_of_before() -> Iterator[None]:
+    """Give back the log that the trial has set up."""
+    with undone_afterwards():
+        yield
 
 
 @pytest.fixture
