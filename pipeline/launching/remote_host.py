@@ -12,12 +12,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from pipeline.errors import EnvironmentFault, show
-from pipeline.launching.ranks import RankStart
 from pipeline.launching.request import LaunchRequest
 from pipeline.processes import PIPELINE, kill_sessions
 
@@ -67,14 +65,6 @@ class Host:
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
         self.tell(job)
-
-    def start(self, start: RankStart) -> None:
-        """Send the agent the request to start its ranks."""
-        self.tell({"start": asdict(start)})
-
-    def ping(self, *, stop: bool) -> None:
-        """Send the agent a sign that this process is alive; stop: True if its ranks must stop."""
-        self.tell({"stop": stop})
 
     def _read(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout

@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
@@ -103,7 +103,7 @@ class RemoteRanks:
         """Start the ranks of every host: of the job's module, or of another `module` without flags."""
         for host in self.hosts if self._signals.first is None else ():
             start = replace(self._starts[host.name], address=address_of(self._request, list(self._starts)))
-            host.start(replace(start, module=module, argv=()) if module else start)
+            host.tell({"start": asdict(replace(start, module=module, argv=()) if module else start)})
             host.heard_s = time.monotonic()
 
     def stop(self) -> None:
@@ -121,7 +121,7 @@ class RemoteRanks:
         if stops or time.monotonic() - self._pinged_s > PING_S:
             self._pinged_s, self._has_stopped = time.monotonic(), self._must_stop
             for host in self.hosts:
-                host.ping(stop=stops)
+                host.tell({"stop": stops})  # also the sign that this process is alive
 
     def silent_code(self) -> int | None:
         """Return the exit code of a rank that failed before it wrote an outcome; None if there is no such rank."""
