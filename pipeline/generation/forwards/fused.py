@@ -63,7 +63,7 @@ def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:
     else:
         y = functional.linear(x, weight, bias)
     if (adapters := projection.adapters) is not None:
-        y.addmm_(functional.linear(x, adapters.down), adapters.up.T, alpha=adapters.scaling)
+        y.addmm_(functional.linear(x, adapters.down.tensor), adapters.up.tensor.T, alpha=adapters.scaling)
     return y.relu_() if relu else y
 
 

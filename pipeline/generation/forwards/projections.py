@@ -129,7 +129,7 @@ class Projection:
             spec = torch.cat([rows_of(one, on_meta(linear_of(module_of(one)).bias)) for one in layers])
             self._bias = WeightTensor(sources, spec, copied=copied, num_shards=num_shards)
         self.tensors = [one for one in (self._weight, self._scale, self._bias) if one is not None]
-        self.tensors += self.adapters.tensors if self.adapters else []
+        self.tensors += [self.adapters.down, self.adapters.up] if self.adapters else []
 
     @property
     def weight(self) -> Tensor:
@@ -154,19 +154,9 @@ class Adapters:
 
     def __init__(self, layers: Sequence[Any], dim: int, shard: Shard) -> None:
         self.scaling: float = next(one for one in map(module_of, layers) if has_adapter(one)).scaling["default"]
-        self._down = joined_tensor(partial(lora_down_shards, layers, dim, shard))
-        self._up = joined_tensor(partial(lora_up_shards, layers, dim, shard, self.scaling), copied=True)
-        self.tensors = [self._down, self._up]
-
-    @property
-    def down(self) -> Tensor:
-        """Return all A of this rank, (R, inputs)."""
-        return self._down.tensor
-
-    @property
-    def up(self) -> Tensor:
-        """Return all B of this rank, (outputs, R)."""
-        return self._up.tensor
+        self.down = joined_tensor(partial(lora_down_shards, layers, dim, shard))  # all A of this rank, (R, inputs)
+        # All B of this rank, (outputs, R).
+        self.up = joined_tensor(partial(lora_up_shards, layers, dim, shard, self.scaling), copied=True)
 
 
 def has_adapter(module: Any) -> bool:
