@@ -31,13 +31,6 @@ class StderrHandler(logging.StreamHandler[Any]):
         return sys.stderr
 
 
-class FileFormatter(PrintableFormatter):
-    """A formatter of lines with time, level and module."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
-
-
 class ReaderFormatter(logging.Formatter):
     """A formatter of the message alone, wrapped to the terminal, warnings in colour.
 
@@ -75,7 +68,7 @@ def start_logging(run_dir: Path, rank: int, stage: Stage, *, verbose: bool) -> N
         handlers[1].addFilter(is_wait_here)
     for handler in handlers:
         if not isinstance(handler, StderrHandler):
-            handler.setFormatter(FileFormatter())
+            handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     transformers.utils.logging.disable_progress_bar()
 
