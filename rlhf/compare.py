@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -23,11 +23,9 @@ from pipeline.inference.prompt_lists import bundled_prompts, other_columns, read
 from pipeline.models.paths import check_language_model, check_reward_model, last_part
 from pipeline.redact import masked
 from pipeline.rewards.functions import RewardFunction, parse_reward_functions
+from pipeline.rewards.pool import Responses, RewardPool
 from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 from pipeline.run.entry import command, command_flags
-
-if TYPE_CHECKING:
-    from pipeline.rewards.pool import Responses, RewardPool
 
 OTHER = "other_response"  # column in which the judge of pairs gets the response that it is shown first
 MIN_RATINGS = 8  # answers of the judge before the comparison may end because none has a rating; chosen by hand
@@ -239,13 +237,12 @@ def functions_and_judges(config: CompareConfig) -> tuple[list[RewardFunction], l
 
 def responses(
     config: CompareConfig, prompts: list[Turns], groups: Iterable[tuple[int, Sequence[Answer], dict[str, str]]]
-) -> "list[Responses]":
+) -> list[Responses]:
     """Return what reward functions get for groups of answers.
 
     groups: index of a prompt, answers to it, and columns beside those of the prompt's row.
     """
     from pipeline.data.sources import is_conversational
-    from pipeline.rewards.pool import Responses
 
     columns = other_columns(config.prompts)
     is_conversation = bool(columns) and is_conversational(config.prompts)
@@ -258,7 +255,7 @@ def responses(
 
 
 def function_scores(
-    config: CompareConfig, pool: "RewardPool", contestants: list[Contestant], prompts: list[Turns]
+    config: CompareConfig, pool: RewardPool, contestants: list[Contestant], prompts: list[Turns]
 ) -> list[float | None]:
     """Return the weighted sum of the reward functions for each answer of each model; None where there is none."""
     from pipeline.rewards.failures import check_values, failure_notes
@@ -279,7 +276,7 @@ def function_scores(
 
 
 def with_preferences(
-    config: CompareConfig, pool: "RewardPool", first: Contestant, other: Contestant, prompts: list[Turns]
+    config: CompareConfig, pool: RewardPool, first: Contestant, other: Contestant, prompts: list[Turns]
 ) -> Contestant:
     """Return a model with the LLM judge's preferences between its answers and the baseline's, shown in both orders.
 

@@ -3,7 +3,6 @@
 The functions below the loop are its steps, in order: each hands the settings of the run to the module that does it.
 """
 
-import logging
 import math
 from functools import partial
 from typing import Any
@@ -40,8 +39,6 @@ from step3_ppo.rollout_metrics import (
 from step3_ppo.scoring import Passes, normalise_by_first, policy_log_probs, reward_model_scores, score_responses
 from step3_ppo.state import PPO, State, checkpoint_content
 from step3_ppo.updater import Update
-
-log = logging.getLogger(__name__)
 
 
 def train(run: Run, config: PPOConfig) -> None:

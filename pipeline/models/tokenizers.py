@@ -4,7 +4,6 @@ The vocabulary never changes. Chat templates are in `data/templates.py`; here th
 """
 
 import json
-import logging
 import math
 import re
 import string
@@ -23,8 +22,6 @@ from pipeline.models.weight_files import SENTENCEPIECE_FILES, TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
-
-log = logging.getLogger(__name__)
 
 REPLACED = re.compile(r'"content":"((?:[^"\\]|\\.)*)"')  # what a normalizer puts in the place of a text
 MAX_GROWTH = 100  # of a text by them; published ones put a character in the place of one
