@@ -38,11 +38,6 @@ class RewardFunction:
     modules: Mapping[str, str] = field(default_factory=dict)
     scale = None  # its values are summed as they are
 
-    @property
-    def shown_args(self) -> Any:
-        """The arguments as files and logs may have them, without secrets."""
-        return masked(self.args)
-
 
 def parse_reward_functions(entries: Sequence[str | Mapping[str, Any]]) -> list[RewardFunction]:
     """Return the functions that the entries name, in order; no user's file is imported.

@@ -17,6 +17,7 @@ from pipeline.files import model_fingerprint
 from pipeline.inference.answer_rows import RowLayout, ScoreSummary, prompt_columns, row_of
 from pipeline.inference.answer_settings import SampleSettings
 from pipeline.models.paths import check_language_model, check_reward_model, last_part
+from pipeline.redact import masked
 from pipeline.rendezvous import num_ranks
 from pipeline.rewards.failures import RESPONSES, FailureWindow, counts_of, num_failed
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
@@ -171,7 +172,7 @@ def settings_of(config: SampleConfig, functions: Sequence[RewardFunction], data:
         **{name: getattr(config, name) for name in ("seed", "write_as")},
         "dtype": str(resolve_dtype(config.dtype)).removeprefix("torch."),
         "reward_function": [
-            [one.name, one.digest, one.weight, one.shown_args, *one.modules.items()] for one in functions
+            [one.name, one.digest, one.weight, masked(one.args), *one.modules.items()] for one in functions
         ],
         "reward_model": [[model_fingerprint(path), weight] for path, weight in config.reward_models()] or None,
     }
