@@ -16,12 +16,12 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -94,7 +94,7 @@ def write_rows(
     return join(file, row_kind.schema(), shards, options.max_seq_len, counts)
 
 
-class ShardWriters:
+class ShardWriters(AbstractContextManager["ShardWriters"]):
     """Writers of the shards of a preparation: this process, then a job of several processes, which ends with the
     context.
 
@@ -106,9 +106,6 @@ class ShardWriters:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions) -> None:
         self._work = tokenizer, options
         self._job: tuple[subprocess.Popen[bytes], Connection] | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self._job:

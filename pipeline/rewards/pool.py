@@ -7,8 +7,9 @@ once more for each response by itself; what fails again is a `Failure`.
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 from pipeline.data.turns import Message, split_tools
 from pipeline.errors import InputError, raise_lines
@@ -86,7 +87,7 @@ class Responses:
         return Call([len(ids) for ids in self.ids], each, repeated, function.args, self.step)
 
 
-class RewardPool:
+class RewardPool(AbstractContextManager["RewardPool"]):
     """Workers that call reward functions. The pool is a context, at whose end its own workers are stopped.
 
     The built-in LLM judge, which needs a key, runs in this process, in a separate thread with an asyncio loop, so that
@@ -115,9 +116,6 @@ class RewardPool:
         self._columns: list[str] = []
         self._in_rank = dict[str, Callable[..., Any]]()
         self._rank = Background("reward functions of the rank")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -5,8 +5,8 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
-from typing import Any, Self, TypeVar
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import Any, TypeVar
 
 from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.worker_process import WorkerLostError, WorkerProcess
@@ -45,7 +45,7 @@ async def cancel_others(*rest: asyncio.Task[None]) -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-class Workers:
+class Workers(AbstractContextManager["Workers"]):
     """Worker processes, each of which makes one call at a time. A context, at whose end the processes are stopped.
 
     `RewardPool` and `Tools` share the workers of a rank; whoever has created the workers closes them, after both.
@@ -67,9 +67,6 @@ class Workers:
         self._waiting: list[tuple[int | None, asyncio.Future[WorkerProcess]]] = []
         self._logged = set[str]()
         self._loop = Background("reward workers")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
