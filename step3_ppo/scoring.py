@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from pipeline import dist
 from pipeline.models.forward.causal_lm import Comparison, TokenStatistics
-from pipeline.models.forward.shared_prompts import SharedPrompts
+from pipeline.models.forward.shared_prompts import RowSettings, SharedPrompts
 from pipeline.rewards.rows import BatchReward, ScoredRows
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.experience import Responses, RewardScores, Scores, batch_rows
@@ -76,7 +76,7 @@ def inputs_of(responses: Responses, batch: MicroBatch) -> dict[str, Any]:
     }
 
 
-def settings_of(responses: Responses, batch: MicroBatch) -> dict[str, Any]:
+def settings_of(responses: Responses, batch: MicroBatch) -> RowSettings:
     """Return how the rows of a micro-batch pass through any model: with or without padding, and what they share."""
     shared = None
     if batch.shared:

@@ -7,7 +7,7 @@ Losses are in `step2_reward` and `step3_ppo`.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from pipeline.errors import InputError
 from pipeline.models.forward.hidden_states import hidden_states
-from pipeline.models.forward.shared_prompts import SharedPrompts
+from pipeline.models.forward.shared_prompts import RowSettings
 from pipeline.models.loading import WrappedModel, base_model, load_pretrained, with_adapter
 from pipeline.models.lora import start_model
 from pipeline.models.partitions import gathered
@@ -63,10 +63,7 @@ class TokenValueModel(WrappedModel):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        *,
-        num_tokens: int | None = None,
-        right_padded: bool = False,
-        shared: SharedPrompts | None = None,
+        **rows: Unpack[RowSettings],
     ) -> torch.Tensor:
         """Return (B, S) fp32 values, one per prefix; values at padding are undefined.
 
@@ -74,19 +71,9 @@ class TokenValueModel(WrappedModel):
             input_ids: (B, S) int64.
             attention_mask: (B, S) bool, True = real token, and every row padded on the right; or packed rows' 4-D mask.
             position_ids: (B, S) int64 of packed rows; other rows count from 0.
-            num_tokens: number of real tokens, to compute padded rows without their padding (see `hidden_states`).
-            right_padded: False: rows are checked for padding on their left, which synchronises with a GPU.
-            shared: first tokens that rows have in common (see `hidden_states`).
+            rows: how they pass (see `RowSettings`).
         """
-        hidden = hidden_states(
-            self.model,
-            input_ids,
-            attention_mask,
-            position_ids,
-            num_tokens=num_tokens,
-            right_padded=right_padded,
-            shared=shared,
-        )  # (B, S, H)
+        hidden = hidden_states(self.model, input_ids, attention_mask, position_ids, **rows)  # (B, S, H)
         raw = base_model(self.model).score(hidden).squeeze(-1)  # (B, S)
         return (raw - self.score_mean) / self.score_std
 

@@ -39,7 +39,7 @@ class ScoredRows:
     prompt_lengths: (n,) int64.
     response_lengths: (n,) int64, tokens behind the prompt: a response includes its EOS, and what answered its turns.
     finished: (n,) bool, True = ended with an EOS or a stop string.
-    settings: how the rows pass through a model that reads these tokens: see `TokenValueModel.forward`.
+    settings: how the rows pass through a model that reads these tokens: see `RowSettings`.
     row_of: place in this batch -> the prompt's row: `messages` and, where rows have other columns, `extra`, as JSON.
     tokenizer: tokenizer of the sequences.
     """

@@ -6,7 +6,7 @@ a piece of logits are in `kernels/token_statistics.py`, the backbone's pass in `
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.kernels.divergences import Divergence, divergences
 from pipeline.kernels.token_statistics import LogitScaling, token_statistics
 from pipeline.models.forward.hidden_states import hidden_states
-from pipeline.models.forward.shared_prompts import SharedPrompts
+from pipeline.models.forward.shared_prompts import RowSettings
 from pipeline.models.loading import WrappedModel, base_model
 from pipeline.models.partitions import is_partitioned
 
@@ -70,12 +70,10 @@ class CausalLM(WrappedModel):
         num_selected: int | None = None,
         temperature: float = 1.0,
         position_ids: torch.Tensor | None = None,
-        num_tokens: int | None = None,
-        right_padded: bool = False,
-        shared: SharedPrompts | None = None,
         with_entropy: bool = False,
         comparison: Comparison | None = None,
         hidden_only: bool = False,
+        **rows: Unpack[RowSettings],
     ) -> TokenStatistics | torch.Tensor:
         """Return log-probabilities (fp32, nats) of the selected tokens given the tokens before them.
 
@@ -86,22 +84,12 @@ class CausalLM(WrappedModel):
             num_selected: M; None: counted here, which synchronises with a GPU.
             temperature: divides the logits.
             position_ids: (B, S) int64 of packed rows; other rows count from 0.
-            num_tokens: number of real tokens, to compute padded rows without their padding (see `hidden_states`).
-            right_padded: False: rows are checked for padding on their left, which synchronises with a GPU.
-            shared: first tokens that rows have in common (see `hidden_states`).
             with_entropy: compute also the entropy of each selected token's distribution.
             comparison: compute also the divergence of that distribution from another model's.
             hidden_only: return the (M, H) hidden states of the selected tokens alone, for a `Comparison`.
+            rows: how they pass (see `RowSettings`).
         """
-        hidden = hidden_states(
-            self.model,
-            input_ids,
-            attention_mask,
-            position_ids,
-            num_tokens=num_tokens,
-            right_padded=right_padded,
-            shared=shared,
-        )  # (B, S, H)
+        hidden = hidden_states(self.model, input_ids, attention_mask, position_ids, **rows)  # (B, S, H)
         flat = selected.flatten()
         places = flat.nonzero() if num_selected is None else torch.nonzero_static(flat, size=num_selected)
         index = places.squeeze(1)  # (M,) into (B, S - 1)

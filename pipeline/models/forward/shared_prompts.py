@@ -6,7 +6,7 @@ B rows, W positions, N real tokens of all rows; P tokens that pass through the m
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import torch
 from torch import Tensor
@@ -66,7 +66,21 @@ class SharedPrompts:
         return Copies.of(index, num_passed, places, bounds_of(mask, len(index)))
 
 
-def settings_of_pairs(tokens: SharedTokens | None) -> dict[str, Any]:
+class RowSettings(TypedDict, total=False):
+    """How the rows of a batch pass through a model (see `hidden_states`).
+
+    num_tokens: number of real tokens, to compute padded rows without their padding; None: padding passes too.
+    right_padded: True: the caller knows it; else rows are checked for padding on their left, which synchronises with a
+        GPU.
+    shared: first tokens that rows have in common.
+    """
+
+    num_tokens: int | None
+    right_padded: bool
+    shared: SharedPrompts | None
+
+
+def settings_of_pairs(tokens: SharedTokens | None) -> RowSettings:
     """Return how the rows of a batch pass through a model: padded, unless those of pairs have tokens in common."""
     if tokens is None or not tokens.num_shared:
         return {"right_padded": True}
