@@ -82,11 +82,6 @@ class RunRecord:
         """Return step and value of a metric wherever it is a finite number."""
         return [(line["step"], line[name]) for line in self.lines if is_number(line.get(name))]
 
-    @property
-    def last_step(self) -> int:
-        """The last step with metrics; 0 without any."""
-        return max((line["step"] for line in self.lines), default=0)
-
     @cached_property
     def cost(self) -> str:
         """GPU hours and tokens of the run so far, as text; "" if they are unknown."""
@@ -141,7 +136,8 @@ class RunRecord:
         """State of the run (finished, running, stopped, failed, died, unknown), and a sentence about it."""
         ranks = ranks_with_outcome(self.folder)
         outcomes = [outcome for rank in ranks if (outcome := read_outcome(self.folder, rank))]
-        at = f"step {self.last_step}" + (f" of {total}" if (total := self.meaning.get("steps")) else "")
+        last = max((line["step"] for line in self.lines), default=0)
+        at = f"step {last}" + (f" of {total}" if (total := self.meaning.get("steps")) else "")
         if failed := sorted((one for one in outcomes if one.has_failed), key=lambda one: (one.secondary, one.time)):
             return "failed", f"failed at {at} with exit code {failed[0].code}: {failed[0].message}"
         if unended := [one for one in outcomes if one.code is None]:
