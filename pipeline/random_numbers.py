@@ -52,8 +52,7 @@ def uniforms(
     One call can draw a block of T decode steps this way, with one range check that waits for the device instead of T.
     Numbers of different purposes ("rollout", "eval", ...) are independent. Raises ValueError out of range.
     """
-    if not isinstance(position, Tensor):
-        position = torch.tensor(position, device=prompt_ids.device)
+    position = torch.as_tensor(position, device=prompt_ids.device)
     _check_range("epoch", torch.tensor(epoch), EPOCH_BITS)
     _check_range("prompt id", prompt_ids, 63)
     _check_range("sample index", sample_index, SAMPLE_BITS)
