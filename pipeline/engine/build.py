@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loaded import check_finite
 from pipeline.models.loading import (
     DTYPES,
+    LoadSettings,
     base_model,
     default_device,
     default_dtype,
@@ -168,12 +169,12 @@ def frozen_engine(
     return engine
 
 
-def load_policy(source: ModelSource, **settings: Any) -> CausalLM:
-    """Load a causal language model that is only read; `settings` are those of `load_language_model`."""
+def load_policy(source: ModelSource, **settings: Unpack[LoadSettings]) -> CausalLM:
+    """Load a causal language model that is only read."""
     return CausalLM(load_language_model(source, **settings))
 
 
-def load_settings(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def load_settings(model: ModelConfig, dtype: torch.dtype) -> LoadSettings:
     """Return how the weights of a model are loaded, as keyword arguments of the functions that load one."""
     return {"dtype": dtype, "attn_implementation": model.attn_implementation, "quantization": model.quantization}
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING as PEFT_CLASSES
@@ -71,39 +71,45 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     return quiet
 
 
-def load_causal_lm(path: str, **settings: Any) -> PreTrainedModel:
+class LoadSettings(TypedDict, total=False):
+    """How the weights of a model are loaded.
+
+    dtype: that of the loaded weights.
+    attn_implementation: the attention kernel, see `attention_for`; auto if it is left out.
+    quantization: of the linear layers but the heads: none, int8, nf4, or auto: as they are stored. auto if left out.
+    """
+
+    dtype: Required[torch.dtype]
+    attn_implementation: str
+    quantization: str
+
+
+def load_causal_lm(path: str, *, merged: bool = True, **settings: Unpack[LoadSettings]) -> PreTrainedModel:
     """Load a language model as `load_language_model` does. Raises InputError for an encoder-decoder model."""
     source = ModelSource(path)
     check_language_model(path)
     check_decoder(source)
-    return load_language_model(source, **settings)
+    return load_language_model(source, merged=merged, **settings)
 
 
 def load_language_model(
-    source: ModelSource,
-    *,
-    dtype: torch.dtype,
-    attn_implementation: str = "auto",
-    quantization: str = "auto",
-    merged: bool = True,
+    source: ModelSource, *, merged: bool = True, **settings: Unpack[LoadSettings]
 ) -> PreTrainedModel:
     """Load a decoder or an encoder-decoder model: a hub id, a folder, or an adapter folder.
 
     Args:
-        quantization: of the base's linear layers: none, int8, nf4, or auto: as they are stored.
         merged: merge an adapter into its base; False, or a quantised base: return peft's wrapper, to be trained on.
     """
     check_language_model(source.path)
     if source.base is not None:
         source.check()
-    options: dict[str, Any] = {"attn_implementation": attn_implementation, "quantization": quantization}
     if source.is_encoder_decoder:
         with head_apart_under_zero3(source.config):
-            model = load_pretrained(AutoModelForSeq2SeqLM, source.whole, dtype=dtype, **options)
+            model = load_pretrained(AutoModelForSeq2SeqLM, source.whole, **settings)
         if hasattr(getattr(model, "lm_head", None), "weight"):  # T5Gemma's and BERT's have other names
             model.source_config.tie_word_embeddings = "lm_head.weight" in model.all_tied_weights_keys
     else:
-        model = load_pretrained(AutoModelForCausalLM, source.whole, dtype=dtype, **options)
+        model = load_pretrained(AutoModelForCausalLM, source.whole, **settings)
     return model if source.base is None else with_adapter(model, source.path, merged=merged)
 
 
@@ -184,7 +190,7 @@ def load_pretrained(
     source: ModelSource,
     *,
     dtype: torch.dtype,
-    attn_implementation: str,
+    attn_implementation: str = "auto",
     quantization: str = "auto",
     may_lack: frozenset[str] = frozenset(),
     pickles: bool = True,

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from pipeline.errors import InputError
 from pipeline.models.forward.hidden_states import hidden_states
 from pipeline.models.forward.shared_prompts import RowSettings
-from pipeline.models.loading import WrappedModel, base_model, load_pretrained, with_adapter
+from pipeline.models.loading import LoadSettings, WrappedModel, base_model, load_pretrained, with_adapter
 from pipeline.models.lora import start_model
 from pipeline.models.partitions import gathered
 from pipeline.models.paths import check_reward_config, check_reward_model
@@ -100,18 +100,12 @@ def measured_constants(scores: torch.Tensor) -> tuple[float, float]:
 
 
 def load_reward_model(
-    source: ModelSource,
-    *,
-    dtype: torch.dtype,
-    attn_implementation: str = "auto",
-    quantization: str = "auto",
-    new_head: bool = False,
-    merged: bool = True,
+    source: ModelSource, *, new_head: bool = False, merged: bool = True, **settings: Unpack[LoadSettings]
 ) -> TokenValueModel:
     """Load a reward model or critic, with raw scores.
 
     Args:
-        quantization, merged: as for `load_causal_lm`.
+        merged: as for `load_language_model`.
         new_head: start from a causal language model and add a head drawn from N(0, 1 / (hidden + 1)), the
             initialisation of Ziegler et al. 2019 (lm-human-preferences); otherwise `source` must hold a trained head.
 
@@ -120,16 +114,14 @@ def load_reward_model(
     """
     if not new_head:
         check_reward_model(source.path)
-    check_head(source, new_head=new_head, quantization=quantization)
+    check_head(source, new_head=new_head, quantization=settings.get("quantization", "auto"))
     is_adapter = source.base is not None
     lacks_head = new_head or is_adapter  # an adapter brings its head
     with without_load_report() if is_adapter and not new_head else nullcontext():
         model = load_pretrained(
             AutoModelForSequenceClassification,
             source.whole,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            quantization=quantization,
+            **settings,
             may_lack=frozenset({"score.weight"}) if lacks_head else frozenset(),
             pickles=lacks_head,
             num_labels=1,
