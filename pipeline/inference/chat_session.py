@@ -125,7 +125,7 @@ class Conversation:
                 ending = "limit"
                 break
             prompt = [*prompt, *reply.ids, *added]
-        reward = episode.end() if episode else None
+        reward = episode.end() if episode and ending != "stopped" else None  # its end would wait for a call that runs
         time_s = time.perf_counter() - start
         answer = decode(self.chat_model.tokenizer, streamer.ids).strip()
         all_turns = [*turns, Message("assistant", answer)] if answer else self.turns

@@ -20,7 +20,7 @@ from pipeline.inference.answer_settings import ReplySettings, SampleSettings
 from pipeline.inference.answers import ChatModel, load_chat_model
 from pipeline.inference.chat_session import Conversation
 from pipeline.inference.tool_answers import answers_with_tools
-from pipeline.inference.tool_conversations import make_calls, open_tools
+from pipeline.inference.tool_conversations import ToolEpisode, make_calls, open_tools
 from pipeline.models.source import ModelSource
 from pipeline.rewards.functions import parse_reward_functions
 from pipeline.rewards.tool_flags import ToolConfig, schemas_of
@@ -185,6 +185,21 @@ def test_a_tool_that_takes_too_long_ends_the_reply(folder: Path, capsys: pytest.
     assert chat.main([*words, "--tools", *tools, "--reward-timeout-s", "1"]) == 2
     assert time.monotonic() - began < 25
     assert error_lines(capsys.readouterr().err)[-1:] == [naming("error: --tools ... 1 s")]
+
+
+def test_an_interrupt_while_a_tool_works_keeps_the_reply_and_waits_for_no_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ToolEpisode, "results_of", interrupted)
+    monkeypatch.setattr(ToolEpisode, "end", lambda self: pytest.fail("it would wait"))
+    chat_model, settings = load_chat_model(str(folder / "base"), dtype=torch.float32), ReplySettings(max_new_tokens=9)
+    flags = ToolConfig(tools=words_of(folder, "add")[1:])
+    with open_tools(flags, WorkerFlags(), chat_model.tokenizer) as tools:
+        conversation = Conversation(chat_model, settings, tools=tools)
+        assert conversation.say("Where?", lambda text: None).ending == "stopped"
 
 
 def test_the_processes_of_a_chats_tools_have_its_limits(
