@@ -72,7 +72,7 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 class LoadSettings(TypedDict, total=False):
-    """How the weights of a model are loaded.
+    """Settings by which the weights of a model are loaded.
 
     dtype: that of the loaded weights.
     attn_implementation: the attention kernel, see `attention_for`; auto if it is left out.

@@ -67,7 +67,7 @@ class SharedPrompts:
 
 
 class RowSettings(TypedDict, total=False):
-    """How the rows of a batch pass through a model (see `hidden_states`).
+    """Settings by which the rows of a batch pass through a model (see `hidden_states`).
 
     num_tokens: number of real tokens, to compute padded rows without their padding; None: padding passes too.
     right_padded: True: the caller knows it; else rows are checked for padding on their left, which synchronises with a
