@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pipeline.configuration.ds_json import block_of, check_ranks, merge_user_json, overlay, read_user_json
 from pipeline.configuration.ds_keys import MONITORS
-from pipeline.configuration.flag_table import flag_table, zero_stage_flags
+from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
 from pipeline.configuration.groups import PERSISTENCE, STAGE, DeepSpeedConfig, Group, ModelConfig, Offload
 from pipeline.configuration.origins import Origins
 from pipeline.configuration.resolved import Resolved
@@ -242,7 +242,7 @@ def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Place
     optimizer = "--offload" if model.offload_optimizer == "auto" else f"{dashed(role + 'offload_optimizer')} cpu"
     weights = "--offload-parameters" if model.offload_weights == "auto" else f"{dashed(role + 'offload_weights')} cpu"
     if offloaded["offload_optimizer"] and stage == 0:
-        flags = " / ".join(dashed(name) for name in zero_stage_flags(type(resolved.config)))
+        flags = " / ".join(dashed(name) for name in flags_of_key(type(resolved.config), ZERO_STAGE))
         errors.append(f"{optimizer}: needs ZeRO stage 1, 2 or 3, got stage 0; raise {flags} or leave {optimizer} out")
     if offloaded["offload_weights"] and stage < 3:
         errors.append(f"{weights}: needs ZeRO stage 3, got stage {stage}; give {dashed(role + STAGE)} 3")

@@ -257,9 +257,9 @@ def group_flags(name: str, info: FieldInfo, *, prefixed: bool, is_first: bool) -
     return flags
 
 
-def zero_stage_flags(config_class: type[BaseModel]) -> list[str]:
-    """Return the flags of the ZeRO stage; stage 3 of the pipeline has one for each of its two models."""
-    return [name for name, flag in flag_table(config_class).items() if ZERO_STAGE in flag.deepspeed]
+def flags_of_key(config_class: type[BaseModel], key: str) -> list[str]:
+    """Return the flags that set `key` of a DeepSpeed JSON; stage 3 has one for each of its two models."""
+    return [name for name, flag in flag_table(config_class).items() if key in flag.deepspeed]
 
 
 def rules_of(info: FieldInfo) -> dict[str, Any]:

@@ -18,11 +18,12 @@ from pipeline.configuration.ds_json import at_stages, autotuning_file, flags_fro
 from pipeline.configuration.flag_checks import expanded, misplaced_flags, secret_values, unsafe_values
 from pipeline.configuration.flag_table import (
     AUTO,
+    ZERO_STAGE,
     Flag,
     Layers,
     flag_table,
+    flags_of_key,
     flat_items,
-    zero_stage_flags,
 )
 from pipeline.configuration.groups import Group
 from pipeline.configuration.help import help_text
@@ -269,7 +270,7 @@ def with_deepspeed_json(config: Group, origins: dict[str, Origin], path: str) ->
     table, values, errors = flag_table(type(config)), dict(flat_items(config)), []
     whole, changed = read_user_json(path), list[str]()
     said, file = flags_from_json(whole, table), Origin(Kind.DEEPSPEED_JSON, path)
-    stage_flags = zero_stage_flags(type(config))
+    stage_flags = flags_of_key(type(config), ZERO_STAGE)
     stages = {said[name][1] if name in said else values[name] for name in stage_flags}
     user, unread = at_stages(whole, stages)
     before = {name: shown_value(value) for name, value in values.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.ds_config import Placement
-from pipeline.configuration.flag_table import flag_table, zero_stage_flags
+from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
 from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin
 from pipeline.configuration.resolved import Resolved, Rule, applied
 from pipeline.errors import ContradictionError, InputError, counted, dashed
@@ -204,7 +204,7 @@ def with_lowest_stages(resolved: Resolved, ranks: int | None) -> tuple[Resolved,
 
     That is a flag that other settings rule out at any stage, and why; () if there is none.
     """
-    names = zero_stage_flags(type(resolved.config))
+    names = flags_of_key(type(resolved.config), ZERO_STAGE)
     names = [name for name in names if resolved.origins[name] == DEFAULT]
 
     def at(stages: Sequence[int]) -> tuple[Resolved, tuple[str, ...]]:

@@ -21,7 +21,7 @@ from typing import Any
 from pipeline import dist, heartbeat
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flag_checks import idle_flags
-from pipeline.configuration.flag_table import flag_table, flat_items, zero_stage_flags
+from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
 from pipeline.configuration.resolved import Resolved, applied
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.errors import (
@@ -244,7 +244,7 @@ def described(error: Exception, config: StageConfig) -> tuple[int, str]:
         line += f", with {dashed(at_least)} 1" if at_least else ""
     lower = [dashed(name) for name in flag_table(type(config)) if name in LOWERED_IN[phase] and name != at_least]
     recompute = [dashed(name) for name in flag_table(type(config)) if name.endswith("gradient_checkpointing")]
-    shard = [dashed(name) for name in zero_stage_flags(type(config))]
+    shard = [dashed(name) for name in flags_of_key(type(config), ZERO_STAGE)]
     ways = [
         f"lower {' or '.join(lower)}" if lower else "",
         f"give {' or '.join(recompute)}" if phase == "train" else "",

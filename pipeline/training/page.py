@@ -17,7 +17,7 @@ from rich.text import Text
 
 from pipeline.checkpoints.checkpoint_files import held_line
 from pipeline.configuration.flag_checks import warmup_note
-from pipeline.configuration.flag_table import flat_items, zero_stage_flags
+from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key, flat_items
 from pipeline.configuration.stage import StageConfig
 from pipeline.console import terminal_width
 from pipeline.data.counts import Counts, outcomes_line
@@ -102,7 +102,7 @@ def num_weights(parameter: Any) -> int:
 def zero_in_words(config: StageConfig) -> str:
     """Return `ZeRO stage 2`; if models have different stages, `ZeRO stage 2 and 3`."""
     values = dict(flat_items(config))
-    stages = sorted({str(values[name]) for name in zero_stage_flags(type(config))})
+    stages = sorted({str(values[name]) for name in flags_of_key(type(config), ZERO_STAGE)})
     return f"ZeRO stage {' and '.join(stages)}"
 
 
