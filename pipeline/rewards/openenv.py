@@ -47,8 +47,8 @@ class OpenEnv:
 
     def reset(self, seed: int | None = None) -> str:
         """Begin an episode, with the seed of the row if that has one; return the first observation."""
-        made = type(self).environment()
-        self._environment = made.sync() if hasattr(made, "sync") else made  # a client's calls are asynchronous
+        environment = type(self).environment()
+        self._environment = environment.sync() if hasattr(environment, "sync") else environment  # of a client
         self._reward, self._is_done = 0.0, False
         return self._observed(self._environment.reset() if seed is None else self._environment.reset(seed=seed))
 
