@@ -5,7 +5,7 @@ description refers to the live modules and copies no weight. `families.py` reads
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class Architecture:
     tokens: nn.Embedding
     positions: nn.Embedding | None = None
     position_offset: int = 0
-    rotary: dict[str, Callable[..., Any]]
+    rotary: dict[str, Callable[..., Any]] = field(default_factory=dict)
     project_in: nn.Linear | None = None
     project_out: nn.Linear | None = None
     final_norm: nn.Module | None

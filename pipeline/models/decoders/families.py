@@ -65,6 +65,8 @@ def read_architecture(model: nn.Module) -> Architecture:
     # transformers' layers of Llama's shape read head_dim, declared or not.
     head_dim = (kind in LLAMA_SHAPE and getattr(config, "head_dim", None)) or config.hidden_size // heads
     shared = {
+        "tokens": inner.get_input_embeddings(),
+        "head": inner.get_output_embeddings(),
         "num_heads": heads,
         "num_kv_heads": declared(config, "num_key_value_heads") or heads,
         "head_dim": head_dim,
@@ -117,14 +119,11 @@ def _read_opt(model: OPTForCausalLM, shared: dict[str, Any]) -> Architecture:
     ]
     return Architecture(
         blocks=blocks,
-        tokens=decoder.embed_tokens,
         positions=decoder.embed_positions,
         position_offset=decoder.embed_positions.offset,
-        rotary={},
         project_in=decoder.project_in,
         project_out=decoder.project_out,
         final_norm=decoder.final_layer_norm,
-        head=model.lm_head,
         **shared,
         norm_first=config.do_layer_norm_before,
     )
@@ -145,11 +144,8 @@ def _read_gpt2(model: GPT2LMHeadModel, shared: dict[str, Any]) -> Architecture:
 
     return Architecture(
         blocks=[block(layer) for layer in decoder.h],
-        tokens=decoder.wte,
         positions=decoder.wpe,
-        rotary={},
         final_norm=decoder.ln_f,
-        head=model.lm_head,
         **shared,
     )
 
@@ -170,10 +166,8 @@ def _read_gpt_neox(model: GPTNeoXForCausalLM, shared: dict[str, Any]) -> Archite
 
     return Architecture(
         blocks=[block(layer) for layer in decoder.layers],
-        tokens=decoder.embed_in,
         rotary={"all": decoder.rotary_emb},
         final_norm=decoder.final_layer_norm,
-        head=model.get_output_embeddings(),
         **shared,
         is_parallel=config.use_parallel_residual,
     )
@@ -192,10 +186,8 @@ def _read_llama(model: PreTrainedModel, shared: dict[str, Any]) -> Architecture:
         raise UnsupportedModel("config.json: rope_parameters: partial_rotary_factor beside norms of q and k")
     return Architecture(
         blocks=blocks,
-        tokens=decoder.embed_tokens,
         rotary=rotary,
         final_norm=decoder.norm,
-        head=model.lm_head,
         **shared,
         embedding_scale=getattr(decoder.embed_tokens, "embed_scale", None),
         cap=declared(config, "attn_logit_softcapping") if config.model_type == "gemma2" else None,
