@@ -20,7 +20,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -284,13 +284,23 @@ def scored_answers(
                 score_pending(pending.values(), scorers, batch_size=num_slots)
             one = pending.pop(num_done)
             (values,), num_done = pool.gather([one.handle]), num_done + 1
-            columns = values | one.model_scores
-            by_answer = [{name: column[n] for name, column in columns.items()} for n in range(settings.n)]
-            pairs = zip(one.answers, by_answer, strict=True)
-            yield one.prompt, [answer.scored(of_answer, weights) for answer, of_answer in pairs], values
+            yield one.prompt, with_scores(one.answers, values | one.model_scores, weights), values
             if time.monotonic() - last_time > PROGRESS_S:
                 last_time = time.monotonic()
                 say(f"prompt {one.prompt.number}{progress}")
+
+
+def with_scores(
+    answers: Sequence[Answer], values: Mapping[str, Sequence[Value]], weights: Mapping[str, float]
+) -> list[Answer]:
+    """Return the answers to a prompt with their scores and rewards.
+
+    Args:
+        values: name of a function or model -> its value of each answer.
+        weights: name of a function or model -> its weight.
+    """
+    by_answer = [{name: column[n] for name, column in values.items()} for n in range(len(answers))]
+    return [answer.scored(of_answer, weights) for answer, of_answer in zip(answers, by_answer, strict=True)]
 
 
 def responses_of(prompt: SamplePrompt, answers: Sequence[Answer], *, is_conversation: bool) -> Responses:

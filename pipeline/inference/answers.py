@@ -177,6 +177,12 @@ def generate_answers(
     return [answers[index] for index in range(len(prompts))]
 
 
+def sampling_of(settings: DrawSettings) -> Sampling:
+    """Return the settings as those of requests."""
+    how = (settings.temperature, settings.top_p, settings.top_k)
+    return Sampling(settings.max_new_tokens, *how, tuple(settings.stop_strings))
+
+
 def answers_as_they_end(
     chat_model: ChatModel,
     requests: Iterable[tuple[Prompt, RandomKey]],
@@ -196,8 +202,7 @@ def answers_as_they_end(
         capacity: limits of the session, which the longest prompt fits.
         streamer: receives the tokens of a single answer as they are generated.
     """
-    how = (settings.temperature, settings.top_p, settings.top_k)
-    sampling = Sampling(settings.max_new_tokens, *how, tuple(settings.stop_strings))
+    sampling = sampling_of(settings)
     session, rest = chat_model.sessions().session(capacity), iter(requests)
     answers = defaultdict[int, dict[int, Answer]](dict)
     while True:

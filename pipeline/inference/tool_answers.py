@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.data.turns import turns_to_json
-from pipeline.errors import RunError, counted
+from pipeline.errors import counted
 from pipeline.generation.episodes import Episode, generate
-from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
+from pipeline.generation.rollouts import GenerationStopped, RandomKey
 from pipeline.inference.answer_rows import Answer
-from pipeline.inference.answer_scores import SamplePrompt
+from pipeline.inference.answer_scores import SamplePrompt, with_scores
 from pipeline.inference.answer_settings import SampleSettings
-from pipeline.inference.answers import ChatModel
-from pipeline.inference.tool_conversations import Calls, Talk
+from pipeline.inference.answers import ChatModel, sampling_of
+from pipeline.inference.tool_conversations import Calls, Talk, ToolConversation
 from pipeline.rewards.pool import Value
 
 ScoredAnswers = tuple[SamplePrompt, list[Answer], dict[str, list[Value]]]
@@ -39,51 +39,48 @@ def answers_with_tools(
         InputError: a function or an environment breaks its interface, or fails for all of the first answers.
     """
     assert calls.tools is not None
-    n, rows = settings.n, [row_of(one) for one in prompts]
+    n, rows = settings.n, [training_row(one) for one in prompts]
 
     def ended(episode: Episode) -> None:
         calls.rewards.ended(episode.number // n, episode.sample, talk.response(episode))
 
     talk = Talk(calls.tools, rows, range(len(rows)), n, should_stop=lambda: False, note=ended)
     calls.rewards.begin(rows, chat_model.tokenizer, num_samples=n, step=0)
-    how = (settings.temperature, settings.top_p, settings.top_k)
     try:
         rollout = generate(
             chat_model.sessions(),
             talk.prompts(),
             num_samples=n,
             num_slots=n * batch_size,
-            sampling=Sampling(settings.max_new_tokens, *how, tuple(settings.stop_strings)),
+            sampling=sampling_of(settings),
             key=RandomKey(seed, "answer"),
             answers=talk,
             should_stop=talk.stops,
         )
     except GenerationStopped:
-        raise talk.error or RunError("the conversations were stopped") from None
+        assert talk.error is not None  # nothing else stops it
+        raise talk.error from None
     by_row, weights = calls.rewards.wait(lambda: False), {one.name: one.weight for one in calls.rewards.functions}
     ends = zip(rollout.responses, rollout.finished.tolist(), rollout.log_probs, strict=True)
     answers = [
         chat_model.answer(ids.tolist(), "end" if finished else "limit", log_probs.double().sum().item())
         for ids, finished, log_probs in ends
     ]
-    scored = list[ScoredAnswers]()
-    for index, prompt in enumerate(prompts):
-        values, of_prompt = by_row[index], answers[index * n : (index + 1) * n]
-        by_answer = [{name: column[number] for name, column in values.items()} for number in range(n)]
-        pairs = zip(of_prompt, by_answer, strict=True)
-        scored.append((prompt, [answer.scored(of_answer, weights) for answer, of_answer in pairs], values))
-    return scored, words_of(talk)
+    scored = [
+        (prompt, with_scores(answers[index * n : (index + 1) * n], by_row[index], weights), by_row[index])
+        for index, prompt in enumerate(prompts)
+    ]
+    return scored, tool_use(talk.conversations)
 
 
-def row_of(prompt: SamplePrompt) -> dict[str, Any]:
+def training_row(prompt: SamplePrompt) -> dict[str, Any]:
     """Return a prompt as rows of training have it."""
     messages, tokens = turns_to_json(prompt.messages), prompt.tokens
     return {"messages": messages, "extra": prompt.columns, "prompt_ids": tokens.ids, "prompt_id": tokens.prompt_id}
 
 
-def words_of(talk: Talk) -> str:
-    """Return how many turns and calls the conversations had on average, and how many calls failed."""
-    conversations = talk.conversations
+def tool_use(conversations: Sequence[ToolConversation]) -> str:
+    """Return in words how many turns and calls the conversations had on average, and how many calls failed."""
     turns, num_calls = sum(one.num_turns for one in conversations), sum(one.num_calls for one in conversations)
     failed, seconds = sum(one.num_failed for one in conversations), sum(one.seconds for one in conversations)
     means = f"{turns / len(conversations):.2f} turns and {num_calls / len(conversations):.2f} calls an answer"

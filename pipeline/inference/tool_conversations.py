@@ -85,7 +85,8 @@ def make_calls(
         sources: data paths of the prompts.
         max_prompt: tokens of the longest prompt.
 
-    Raises InputError, see `FunctionCalls.check`, `Tools.check` and `ToolTurns`.
+    Raises:
+        InputError: see `FunctionCalls.check`, `Tools.check` and `ToolTurns`.
     """
     workers = Workers(**worker_limits(limits)) if functions or flags.by_title else None
     tools = None

@@ -29,8 +29,8 @@ class ToolConfig(Group):
     )
     max_turns: int = flag(
         8,
-        "Most turns of a response; the calls of the last one are not made. --max-answer-seq-len limits all "
-        "turns and what tools return together",
+        "Most turns of a response; the calls of the last one are not made. The limit of a response's tokens holds for "
+        "all turns and what tools return together",
         ge=1,
         needs="--tools or --environment",
         other_tools="max_tool_calling_iterations",

@@ -92,9 +92,7 @@ def wandb(run_dir: Path, stage: str, start_step: int) -> Sink:
         settings=wandb.Settings(console="off"),  # the run folder has the log
     )
     # Ranks end without exit handlers, so `finish` must wait for W&B's process to write everything.
-    return Sink(
-        lambda step, values: run.log(finite_only(values), step=step), lambda exit_code: run.finish(exit_code=exit_code)
-    )
+    return sink_of(run, lambda exit_code: run.finish(exit_code=exit_code))
 
 
 def trackio(run_dir: Path, stage: str, start_step: int) -> Sink:
@@ -103,7 +101,7 @@ def trackio(run_dir: Path, stage: str, start_step: int) -> Sink:
 
     how, number = description(run_dir, stage, "TRACKIO_PROJECT"), run_id(run_dir / "trackio_id", start_step)
     run = trackio.init(**how | {"name": f"{how['name']}-{number}"}, resume="allow")
-    return Sink(lambda step, values: run.log(finite_only(values), step=step), lambda _: run.finish())
+    return sink_of(run, lambda _: run.finish())
 
 
 def swanlab(run_dir: Path, stage: str, start_step: int) -> Sink:
@@ -117,10 +115,7 @@ def swanlab(run_dir: Path, stage: str, start_step: int) -> Sink:
         log_dir=str(run_dir / "swanlab"),
         settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),  # the run folder has the log
     )
-    return Sink(
-        lambda step, values: run.log(finite_only(values), step=step),
-        lambda exit_code: run.finish("crashed" if exit_code else "success"),
-    )
+    return sink_of(run, lambda exit_code: run.finish("crashed" if exit_code else "success"))
 
 
 def mlflow(run_dir: Path, stage: str, start_step: int) -> Sink:
@@ -141,6 +136,11 @@ def mlflow(run_dir: Path, stage: str, start_step: int) -> Sink:
         mlflow.log_metrics(finite_only(values), step=step)
 
     return Sink(write, lambda exit_code: mlflow.end_run("FAILED" if exit_code else "FINISHED"))
+
+
+def sink_of(run: Any, close: Callable[[int], None]) -> Sink:
+    """Return the sink of a run of W&B, or of a tracker that logs as it does."""
+    return Sink(lambda step, values: run.log(finite_only(values), step=step), close)
 
 
 def description(run_dir: Path, stage: str, project_variable: str) -> dict[str, Any]:

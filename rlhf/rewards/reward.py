@@ -6,7 +6,6 @@ With a model, also the task: `rlhf reward rewards.py:right_number --data questio
 
 import json
 import logging
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +44,7 @@ from pipeline.run.logs import StderrHandler
 
 if TYPE_CHECKING:
     from pipeline.inference.answer_scores import PromptData, SamplePrompt
+    from pipeline.models.source import ModelSource
 
 LLM_JUDGE = {"url": "http://127.0.0.1:8000/v1", "model": "NAME"}  # settings of the LLM judge in a printed example
 WIDTH = 40  # printed characters of a completion
@@ -226,7 +226,7 @@ def try_task(config: RewardTrialConfig, functions: Sequence[RewardFunction]) -> 
                         tool_schemas=schemas_of(config.tools, config))  # fmt: skip
     prompts = drawn([one for one in data.prompts if not one.copy], config.n or NUM_PROMPTS, config.seed)
     began, positions = time.monotonic(), num_positions(source.config)
-    answered = answers_to(replace(data, prompts=prompts), config, functions)
+    answered = answers_to(source, replace(data, prompts=prompts), config, functions)
     trial = task_trial(
         answered.groups,
         {one.name: one.weight for one in answered.functions},
@@ -276,15 +276,17 @@ class Answered(NamedTuple):
     tool_use: str = ""
 
 
-def answers_to(data: "PromptData", config: RewardTrialConfig, functions: Sequence[RewardFunction]) -> Answered:
+def answers_to(
+    source: "ModelSource", data: "PromptData", config: RewardTrialConfig, functions: Sequence[RewardFunction]
+) -> Answered:
     """Return the model's answers to each prompt, scored.
 
     Raises:
         InputError: a function fails too often, or returns a value for each token; or see `make_calls`.
         EnvironmentFault: its endpoint does not answer.
     """
-    from pipeline.inference.answer_scores import scored_answers
-    from pipeline.inference.answers import load_chat_model, resolve_dtype
+    from pipeline.inference.answer_scores import prompt_limit, scored_answers
+    from pipeline.inference.answers import load_chat_model, load_chat_tokenizer, resolve_dtype
     from pipeline.inference.tool_answers import answers_with_tools
     from pipeline.inference.tool_conversations import make_calls
 
@@ -298,7 +300,6 @@ def answers_to(data: "PromptData", config: RewardTrialConfig, functions: Sequenc
             chat_model = load_chat_model(config.model, dtype=resolve_dtype("auto"))
             scored = scored_answers(chat_model, data, pool, settings, progress=f" of {len(data.prompts)}", **how)
             return Answered(checked_groups(scored), functions)
-    chat_model = load_chat_model(config.model, dtype=resolve_dtype("auto"))
     with make_calls(
         functions,
         config.tools,
@@ -307,9 +308,10 @@ def answers_to(data: "PromptData", config: RewardTrialConfig, functions: Sequenc
         takes_tokens=False,
         columns=data.columns,
         sources=[config.data],
-        tokenizer=chat_model.tokenizer,
-        max_prompt=config.max_prompt_seq_len or (chat_model.num_positions or sys.maxsize) - limit,
+        tokenizer=load_chat_tokenizer(source),
+        max_prompt=prompt_limit(source, config.max_prompt_seq_len, limit, "--max-answer-seq-len"),
     ) as calls:
+        chat_model = load_chat_model(config.model, dtype=resolve_dtype("auto"))
         with_tools, tool_use = answers_with_tools(chat_model, data.prompts, calls, settings, **how)
         return Answered(checked_groups(with_tools), calls.rewards.functions, tool_use)
 
