@@ -280,6 +280,7 @@ def test_a_template_without_tools_is_refused_before_models_are_loaded(
     plain = make_folder(tmp_path_factory.mktemp("plain"), num_train=8, num_test=4)
     words = ppo_words(plain, tmp_path, method="grpo", num_samples_per_prompt=4, rollout_batch_size=8, max_steps=1)
     reward = ["--reward-function", f"{folder}/tools.py:calls"]
+    capsys.readouterr()  # the progress bar of the folder's weights
     assert run_ppo([*words, "--tools", f"{folder}/tools.py:add", *reward]) == 2
     (line,) = error_lines(capsys.readouterr().err)[:1]
     assert line == naming("--tools ... template")
