@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 import socket
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ from pipeline.models.paths import check_model_path, check_reward_model, gives_sc
 from pipeline.run.entry import command, command_flags
 
 if TYPE_CHECKING:
+    import torch
+
+    from pipeline.inference.answers import ChatModel
     from pipeline.inference.serving.app import Server
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -111,7 +115,7 @@ def loaded(config: ServeConfig, names: list[str]) -> "Server":
     from pipeline.generation.session import Capacity
     from pipeline.inference.answer_scores import load_scorer
     from pipeline.inference.answer_settings import ReplySettings
-    from pipeline.inference.answers import load_chat_model, only_transformers, resolve_dtype
+    from pipeline.inference.answers import only_transformers, resolve_dtype
     from pipeline.inference.serving.app import Server
     from pipeline.inference.serving.votes import Votes
     from pipeline.inference.serving.worker import ServedModel, Worker
@@ -119,11 +123,13 @@ def loaded(config: ServeConfig, names: list[str]) -> "Server":
 
     dtype, models, scorers = resolve_dtype(config.dtype), [], {}
     votes = Votes(Path(config.votes).expanduser())
+    judges = {path for path in config.model if gives_scores(ModelSource(path).config.architectures or ())}
+    chat_models = load_chat_models([path for path in config.model if path not in judges], dtype)
     for name, path in zip(names, config.model, strict=True):
-        if gives_scores(ModelSource(path).config.architectures or ()):  # of a hub id too
+        if path in judges:
             scorers[name] = load_scorer(path, dtype=dtype)
             continue
-        chat_model = load_chat_model(path, dtype=dtype)
+        chat_model = chat_models[path]
         if only_transformers(chat_model, ReplySettings()):
             raise InputError(f"--model: {path} has no cache of keys and values; it cannot be served")
         positions = chat_model.num_positions
@@ -133,6 +139,32 @@ def loaded(config: ServeConfig, names: list[str]) -> "Server":
         models.append(ServedModel(name, chat_model, Capacity(config.max_requests, longest - 1, longest)))
     max_answers = config.max_requests * len(models) + config.max_waiting
     return Server(Worker(models), scorers, votes, max_answers)
+
+
+def load_chat_models(paths: list[str], dtype: "torch.dtype") -> "dict[str, ChatModel]":
+    """Load language models, path -> model; a base and adapters on it have its weights in memory once.
+
+    Such adapters are not merged: each takes little memory, and on a GPU more time than a merged model.
+
+    Raises:
+        InputError: a model cannot be loaded, or weights that several have do not fit on one device.
+    """
+    from pipeline.inference.answers import load_chat_model
+    from pipeline.models.loaded import on_devices
+    from pipeline.models.loading import load_language_model
+    from pipeline.models.source import ModelSource
+
+    by_base = defaultdict[str, list[str]](list)
+    for path in paths:
+        whole = ModelSource(path).whole.path
+        by_base[os.path.realpath(whole) if Path(whole).is_dir() else whole].append(path)
+    models: dict[str, ChatModel] = {}
+    for whole, same in by_base.items():
+        base = on_devices(load_language_model(ModelSource(whole), dtype=dtype), whole) if len(same) > 1 else None
+        if base and len({parameter.device for parameter in base.parameters()}) > 1:
+            raise InputError(f"--model: {whole} does not fit on one device; serve one model of it at a time")
+        models |= {path: load_chat_model(path, dtype=dtype, base=base) for path in same}
+    return models
 
 
 main = command(run, "rlhf serve")

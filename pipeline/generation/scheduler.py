@@ -41,6 +41,9 @@ MIN_PREFILL_SHARE_OVERLAPPED = 1 / 16
 # Largest number of decode steps between two polls while the host reads tokens (of a response that streams or has stop
 # texts). A stream gets this many tokens at a time. Chosen by hand.
 POLL_INTERVAL_WATCHED = 4
+# Most tokens of prompts that start together while a response streams, unless one prompt has more: its next tokens wait
+# for them.
+MAX_PREFILL_TOKENS_WHILE_STREAMING = 2048
 
 log = logging.getLogger(__name__)
 
@@ -285,8 +288,7 @@ class ContinuousBatching(Session):
         A request that can continue a free slot gets it. Others get slots whose tokens the host has not read, so that
         none can continue them, then those of the oldest requests.
         """
-        starting = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
-        slots = dict[Request, int]()
+        starting, slots = self._next_waiting(len(free)), dict[Request, int]()
         for request in starting:
             request.start, slot = self._find_tokens(request, free)
             if request.start:
@@ -297,6 +299,20 @@ class ContinuousBatching(Session):
         whole = [request for request in starting if not request.start]
         batches = [*batches_of(whole), *batches_of(slots)]
         return [(batch, [slots[request] if request.start else free.pop(0) for request in batch]) for batch in batches]
+
+    def _next_waiting(self, num_free: int) -> list[Request]:
+        """Remove and return the requests that start now: those that have slots and keep no stream waiting for long."""
+        streams = any(request.streams for request in self.running.values())
+        room = MAX_PREFILL_TOKENS_WHILE_STREAMING if streams else sys.maxsize
+        starting = list[Request]()
+        while self.waiting and len(starting) < num_free:
+            prompt = self.waiting[0].prompt
+            if not starting or prompt is not starting[-1].prompt:  # samples share the prefill of their prompt
+                room -= len(prompt.ids)
+                if starting and room < 0:
+                    break
+            starting.append(self.waiting.popleft())
+        return starting
 
     def _find_tokens(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
         """Return how many first tokens of a prompt a free slot has, and the slot; (0, -1) without one."""

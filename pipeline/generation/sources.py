@@ -131,8 +131,10 @@ def check_tensor_parallelism(model: nn.Module, size: int, backend: str) -> None:
 def session_source(model: nn.Module, vocabulary: Vocabulary) -> SessionSource:
     """Return a source of sessions on a loaded model, by the fastest backend that supports it.
 
-    A model with layers on several devices is sampled by its own forward pass (the eager backend).
+    A model with layers on several devices is sampled by its own forward pass (the eager backend). Adapters that were
+    loaded beside their base stay there: other models may have its weights too.
     """
     on_one_device = len({parameter.device for parameter in model.parameters()}) == 1
-    source = WeightSource(model, GenerationOptions(backend="auto" if on_one_device else "eager"))
+    options = GenerationOptions(backend="auto" if on_one_device else "eager", merge_lora=False)
+    source = WeightSource(model, options)
     return source.of_modules(vocabulary) if source.backend in OF_MODULES else source.generator(vocabulary)

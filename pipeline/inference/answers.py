@@ -28,8 +28,8 @@ from pipeline.generation.session import Capacity, Finished, Reason, SessionSourc
 from pipeline.generation.sources import session_source
 from pipeline.inference.answer_rows import Answer
 from pipeline.inference.answer_settings import DrawSettings, ReplySettings
-from pipeline.models.loaded import on_devices
-from pipeline.models.loading import DTYPES, default_device, default_dtype, load_language_model
+from pipeline.models.loaded import on_devices, sharing_weights
+from pipeline.models.loading import DTYPES, base_model, default_device, default_dtype, load_language_model
 from pipeline.models.partitions import whole_shape
 from pipeline.models.source import ModelSource, check_vocabulary, has_key_value_cache, num_positions
 from pipeline.models.tokenizers import load_tokenizer
@@ -77,20 +77,23 @@ def resolve_dtype(name: str) -> torch.dtype:
     return default_dtype(default_device()) if name == "auto" else DTYPES[name]
 
 
-def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
+def load_chat_model(path: str, *, dtype: torch.dtype, base: PreTrainedModel | None = None) -> ChatModel:
     """Load a model (hub id, folder or adapter folder) onto the devices that it fits on, with its tokenizer.
 
     The chat template is the one that training saved with the tokenizer; a tokenizer without one gets Human/Assistant.
+
+    Args:
+        base: the model that it is, or the base of its adapter, whose weights it shares.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     source = ModelSource(path)
     tokenizer = load_chat_tokenizer(source)
-    model = on_devices(load_language_model(source, dtype=dtype), path)
+    model = sharing_weights(base, source) if base else on_devices(load_language_model(source, dtype=dtype), path)
     loaded = as_chat_model(path, model, tokenizer)
     # Published models set their own temperature and top_k, which `generate` would use for settings that are not passed.
-    model.generation_config = GenerationConfig()
+    base_model(model).generation_config = GenerationConfig()
     return loaded
 
 

@@ -1,16 +1,17 @@
-"""Prepare a loaded model: refuse weights with NaN or infinity, and put layers on devices.
+"""Prepare a loaded model: refuse weights with NaN or infinity, put layers on devices, and share weights.
 
 Chat, comparison and the report on a reward model call `on_devices` once after loading; engines, which place weights
-themselves, call `check_finite`.
+themselves, call `check_finite`. `rlhf serve` calls `sharing_weights` for each model on a base that several have.
 `checkpoints/model_folder.py` checks that only finite weights are saved.
 """
 
+import copy
 import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import safetensors
 import torch
@@ -20,9 +21,10 @@ from pipeline import dist
 from pipeline.cache_memory import memory_of
 from pipeline.errors import InputError, say
 from pipeline.files import GIB
-from pipeline.models.loading import default_device
+from pipeline.models.loading import default_device, with_adapter
 from pipeline.models.partitions import has_shards_on_disk, local_range, local_share
 from pipeline.models.paths import read_adapter_config
+from pipeline.models.source import ModelSource
 from pipeline.models.weight_files import ADAPTER_WEIGHTS, weight_files
 from pipeline.rendezvous import num_ranks
 
@@ -61,6 +63,25 @@ def on_devices(model: M, path: str) -> M:
     where = ", ".join(f"{count} on {device}" for device, count in shares.items())
     say(f"{path}: {size / GIB:.1f} GiB of weights, more than a GPU takes: {where}")
     return dispatch_model(model, devices, offload_buffers=True)
+
+
+def sharing_weights(base: nn.Module, source: ModelSource) -> Any:
+    """Return the model of `source` on the weights of its base: the base itself or an adapter, which is not merged.
+
+    It has modules of its own over the same parameters and buffers, so that it is a model like any other.
+
+    Raises:
+        InputError: the adapter cannot be loaded, or a weight of it is not finite.
+    """
+    model: Any = copy.deepcopy(base, {id(one): one for one in [*base.parameters(), *base.buffers()]})
+    if source.base is None:
+        return model
+    model = with_adapter(model, source.path, merged=False).eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # of the adapter, which peft keeps in fp32
+            parameter.data = parameter.data.to(base.device, base.dtype)
+    check_finite(model, source.path)
+    return model
 
 
 def memory_limits() -> dict[int | str, int]:

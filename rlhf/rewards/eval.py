@@ -60,7 +60,7 @@ class EvalConfig(WorkerFlags, RewardEvalConfig):
     )
     reward_function: list[str] = flag([], "Functions that score sampled answers: FILE.py:NAME or a built-in NAME")
     reward_model: list[str] = flag([], "Reward models that score sampled answers, folders or hub ids", kind="path")
-    output: str = flag("", "Folder of runs, whose report shows the figures of its eval.json", kind="path")
+    output: str = flag("", "Folder of runs, whose report and models' cards show the figures", kind="path")
     seed: int = flag(1234, "Seed of the answers, the same for every model", ge=0)
     dtype: Dtype = flag("auto", "Data type of the weights (pairs: fp32); auto: bf16 if the device supports it, or fp32")
     sampling: SampleSettings = SampleSettings(temperature=1.0)
@@ -87,6 +87,9 @@ def run(argv: list[str], prog: str) -> None:
     if resolved.config.output:
         with refused_by_disk(folder):
             write_text(folder / "eval.json", content + "\n")
+        for path in sources:
+            if Path(path).expanduser().resolve().is_relative_to(folder.resolve()):
+                write_to_card(path, figures[path], resolved.config)
     if resolved.config.json_output:
         show(content)
         return
@@ -99,6 +102,18 @@ def run(argv: list[str], prog: str) -> None:
         table.add_row(title, *(shown(figures[path].get(name)) for path in sources))
     Console(highlight=False).print(table)
     show(LEGEND)
+
+
+def write_to_card(path: str, figures: Mapping[str, Estimate], config: EvalConfig) -> None:
+    """Write the figures of a model into its card, which may be shared."""
+    from pipeline.checkpoints.cards import add_evaluation
+    from pipeline.checkpoints.shared_names import code, data_name, shareable
+
+    data = ", ".join(code(data_name(one)) for one in config.data_path)
+    about = f"By `rlhf eval` on {data}; changes are from {code(str(shareable(config.model[0])))}, with standard errors."
+    names = [name for name in figures if not name.endswith(CHANGE)]
+    rows = ([code(name), shown(figures[name]), shown(figures.get(name + CHANGE))] for name in names)
+    add_evaluation(Path(path).expanduser(), about, ("figure", "mean", "change"), rows)
 
 
 def language_figures(resolved: Resolved, sources: Mapping[str, "ModelSource"]) -> dict[str, dict[str, Estimate]]:

@@ -9,7 +9,7 @@ from support.decode_models import EOS, FUNCTIONS, PAD, llama, opt, poll_often, r
 from support.marks import slow_but
 from support.messages import naming
 
-from pipeline.generation import device_work, generator
+from pipeline.generation import device_work, generator, scheduler
 from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling, Vocabulary
@@ -280,3 +280,33 @@ def test_the_slot_of_a_withdrawn_request_is_free_before_its_answer_would_have_en
     short = session.submit(Prompt([5], 9), Sampling(2), RandomKey(1, "rollout"), streams=True)
     order = [event.request for _ in range(30) for event in session.advance() if isinstance(event, Finished)]
     assert order == [short, long[0], long[2]]
+
+
+@pytest.mark.parametrize("backend", slow_but(["static"], FUNCTIONS))
+@pytest.mark.parametrize("streams", [True, False])
+def test_long_prompts_start_one_by_one_while_a_response_streams(monkeypatch, backend, streams):
+    """A stream waits for few tokens of other prompts at a time; without one, all prompts are prefilled at once."""
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS_WHILE_STREAMING", 13)
+    room = Capacity(num_slots=6, max_new_tokens=9, max_length=40)
+    source = source_of(backend, llama(), frozenset())
+    session, forward, rows = source.session(room), source.forward, list[int]()
+    prefill = forward.prefill
+
+    def counted(ids, lengths, *rest, **how):
+        rows.append(int(lengths.sum()))
+        return prefill(ids, lengths, *rest, **how)
+
+    monkeypatch.setattr(forward, "prefill", counted)
+    session.submit(Prompt([7, 8, 9], 1), Sampling(9), RandomKey(1, "rollout"), streams=streams)
+    session.advance()
+    long = Prompt(random_ids((9,), seed=9)[0], 9)  # three samples share its prefill
+    others = [(Prompt(random_ids((length,), seed=length)[0], length), 0) for length in (20, 4)]
+    for prompt, sample in [(long, 0), (long, 1), (long, 2), *others]:
+        session.submit(prompt, Sampling(9), RandomKey(1, "rollout"), sample=sample)
+    found = finished(session)
+    assert rows == ([3, 9, 20, 4] if streams else [3, 33])
+    alone = EagerGenerator(llama(), Vocabulary(frozenset(), PAD)).session(room)
+    for prompt, sample in [(Prompt([7, 8, 9], 1), 0), (long, 0), (long, 1), (long, 2), *others]:
+        alone.submit(prompt, Sampling(9), RandomKey(1, "rollout"), sample=sample)
+    for number, event in finished(alone).items():
+        assert_equal(found[number], event)

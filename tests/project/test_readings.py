@@ -15,7 +15,7 @@ from support.source_tree import functions, imports_in, relative, source_files, t
 
 # --- limits: raised or lowered by an issue alone ---------------------------------------------------------------------
 
-MAX_CODE_LINES = 34_500
+MAX_CODE_LINES = 34_700
 MAX_ARROWS = 130  # pairs of packages of which one imports the other, the leaf modules as one package
 MAX_FLOORS = 11  # the longest way of imports from package to package, each leaf module and program by itself
 MAX_IMPORTED = 25  # files of the project that one file imports

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -209,6 +210,33 @@ def test_figures_of_one_answer_to_each_prompt_are_written_for_the_report(base, p
     figures = evaluated(capsys, base, "--data-path", pairs, "--reward-function", "repetition", "--output", output)
     assert json.loads(Path(output, "eval.json").read_text()) == figures
     assert [*figures[base]] == [PERPLEXITY, "repetition", "distinct-2", "answer length", "truncated answers"]
+
+
+def test_a_card_shows_the_last_evaluation_and_keeps_its_other_text(base, tuned, pairs, tmp_path, capsys):
+    """Of models that training saved, in the folder of --output."""
+    output, card = tmp_path / "output", "# A model\n\n## Notes\n\nMine.\n"
+    first, ours, other = tmp_path / "first", output / "ours", output / "other"
+    for folder, start in ((first, base), (ours, tuned), (other, tuned)):
+        shutil.copytree(start, folder)
+        (folder / "README.md").write_text(card)
+    for folder in (first, ours):
+        (folder / "training_config.json").write_text("{}")
+    write_lines(tmp_path / "few.jsonl", rows_of_pairs()[:9])
+    argv = [*map(str, (first, ours, other)), "--output", str(output), "--data-path"]
+    evaluated(capsys, *argv, str(tmp_path / "few.jsonl"))
+    assert "`few.jsonl`" in (ours / "README.md").read_text()
+    with (ours / "README.md").open("a") as file:
+        file.write("\nMore of mine.\n")
+    figures = evaluated(capsys, *argv, pairs)[str(ours)]
+    text = (ours / "README.md").read_text()
+    assert text.startswith(card) and "\nMore of mine.\n" in text and text.count("## Later evaluation") == 1
+    (row,) = [line for line in text.splitlines() if line.startswith("| `distinct-2` |")]
+    shown = [
+        "{mean:.3g} +- {standard_error:.2g}".format(**figures[name]) for name in ("distinct-2", "distinct-2: change")
+    ]
+    assert row == f"| `distinct-2` | {shown[0]} | {shown[1]} |"
+    assert "pairs.jsonl`" in text and "few.jsonl" not in text and str(tmp_path) not in text
+    assert [(folder / "README.md").read_text() for folder in (first, other)] == [card, card]
 
 
 def test_rows_without_answers_have_no_perplexity(base, tmp_path, capsys):

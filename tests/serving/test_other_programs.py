@@ -1,7 +1,6 @@
 """Other programs load the folders that training writes, and answer as `rlhf chat`: the commands of chat_and_serve.md.
 
-Nothing is trained: LoRA with random weights is added to a random model, and `save_model` writes the folders, as at the
-end of a stage and in `rlhf export`.
+Nothing is trained, see `support.trained_folders`.
 """
 
 import os
@@ -22,37 +21,18 @@ import pytest
 import torch
 from support.ports import free_port
 from support.scripted_model import TEXT, random_model, scripted_model, tiny_config
+from support.trained_folders import save_as_trained
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2TokenizerFast, LlamaForCausalLM, LlamaTokenizerFast
 
-from pipeline.checkpoints.model_folder import save_model
 from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.answers import load_chat_model
 from pipeline.inference.chat_session import Conversation, Reply
-from pipeline.models.loading import load_language_model
-from pipeline.models.lora import add_lora
-from pipeline.models.source import ModelSource, prepare_tokenizer
 
 QUESTIONS = ("What is a heron?", "How do I make tea?")
 MAX_TOKENS = 16
 STARTS_WITHIN_S = 120
-
-
-def save_as_trained(start: str | Path, folder: Path, *, lora: bool) -> Path:
-    """Write the folder that training with or without LoRA leaves of a start model."""
-    source = ModelSource(str(start))
-    model = load_language_model(source, dtype=torch.float32)
-    if lora:
-        settings: dict[str, Any] = {"dim": 2, "alpha": 4.0, "dropout": 0.0, "module_name": "all-linear"}
-        model = add_lora(model, **settings, only_lora=True, seed=0, task="CAUSAL_LM")
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(std=0.3)
-    save_model(model, prepare_tokenizer(source, "auto"), folder, dtype=torch.float32, documents={})
-    return folder
 
 
 def own_replies(folder: Path) -> list[Reply]:
