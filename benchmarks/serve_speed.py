@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from pipeline.launching.machine import free_port
 
 SMALLEST_ID = 4  # those below are special tokens of the random models
 BURST_EVERY_S = 2.0
+LONG_GAP_S = 0.1
 STARTS_WITHIN_S = 300
 Json = dict[str, Any]
 
@@ -43,13 +45,13 @@ Json = dict[str, Any]
 class Counted:
     """What all clients of a measurement read.
 
-    num_tokens: tokens of streams, counted as they come.
+    num_tokens: tokens of streams.
     first_s: seconds from a request to its first piece.
     gaps_s: seconds between two pieces of a stream.
     burst_s: seconds of a burst.
     """
 
-    num_tokens: int = 0
+    num_tokens: float = 0.0
     first_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     burst_s: list[float] = field(default_factory=list)
@@ -62,15 +64,20 @@ class Counted:
         self.burst_s += other.burst_s
 
     def figures(self, seconds: float) -> Json:
-        """Return tokens per second, and the median, the 99th percentile and the largest value of each list."""
+        """Return tokens per second; of each list the median, the 99th and 99.9th percentile and the largest value."""
         lists = {"first_s": self.first_s, "gap_s": self.gaps_s, "burst_s": self.burst_s}
         named = {
-            name: [statistics.median(values), statistics.quantiles(values, n=100)[98], max(values)]
+            name: [
+                statistics.median(values),
+                *(statistics.quantiles(values, n=1000)[n] for n in (989, 998)),
+                max(values),
+            ]
             for name, values in lists.items()
             if len(values) > 1
         }
         rounded = {name: [round(one, 4) for one in values] for name, values in named.items()}
-        return {"tokens_per_s": round(self.num_tokens / seconds, 1), **rounded}
+        num_long = sum(gap > LONG_GAP_S for gap in self.gaps_s)
+        return {"tokens_per_s": round(self.num_tokens / seconds, 1), "long_gaps": num_long, **rounded}
 
 
 @contextmanager
@@ -106,33 +113,34 @@ def drawn_ids(rng: random.Random, count: int, vocabulary: int) -> list[int]:
 
 async def run_client(http: httpx.AsyncClient, body: Json, rng: random.Random, options: argparse.Namespace,
                      counted: Counted, ends: tuple[float, float]) -> None:  # fmt: skip
-    """Request completions until the second of `ends`; count pieces after the first one."""
+    """Request completions until the second of `ends`; tokens whose pieces come between both count."""
     begins_at, end = ends
     while time.monotonic() < end:
-        asked, last, seen = time.monotonic(), 0.0, 0
+        times, num_tokens = [time.monotonic()], 0
         prompt = drawn_ids(rng, options.prompt_tokens, options.vocabulary)
         whole = body | {"prompt": prompt, "max_tokens": options.answer_tokens, "temperature": 1, "stream": True}
-        whole |= {"seed": rng.randrange(2**31), "logprobs": 0}
+        whole |= {"seed": rng.randrange(2**31), "stream_options": {"include_usage": True}}
         async with http.stream("POST", "/v1/completions", json=whole) as response:
             if response.status_code != 200:
                 raise SystemExit(f"{response.status_code}: {(await response.aread())[:500]!r}")
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
-                choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                count, now = len((choice["logprobs"] or {}).get("tokens", ())), time.monotonic()
-                if count and begins_at <= now < end:
-                    counted.num_tokens += count
-                    (counted.gaps_s if seen else counted.first_s).append(now - (last if seen else asked))
-                seen += count
-                last = now if count else last
+                content = json.loads(line.removeprefix("data: "))
+                num_tokens = (content.get("usage") or {}).get("completion_tokens", num_tokens)
+                if any(choice["text"] for choice in content["choices"]):
+                    times.append(time.monotonic())
+        within = [begins_at <= one < end for one in times]
+        counted.num_tokens += num_tokens * sum(within[1:]) / max(1, len(times) - 1)
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        counted.first_s += [gap for gap, counts in zip(gaps[:1], within[1:2], strict=True) if counts]
+        counted.gaps_s += [gap for gap, counts in zip(gaps[1:], within[2:], strict=True) if counts]
 
 
 async def run_bursts(http: httpx.AsyncClient, body: Json, options: argparse.Namespace, counted: Counted,
                      ends: tuple[float, float]) -> None:  # fmt: skip
-    """Send bursts of long prompts between `ends`."""
+    """Send bursts of long prompts until the second of `ends`; those before the first one let buffers grow."""
     rng = random.Random(1)
-    await asyncio.sleep(max(0.0, ends[0] - time.monotonic()))
     while time.monotonic() < ends[1]:
         began = time.monotonic()
         prompts = [drawn_ids(rng, options.burst_tokens, options.vocabulary) for _ in range(options.burst)]
@@ -140,8 +148,9 @@ async def run_bursts(http: httpx.AsyncClient, body: Json, options: argparse.Name
         for response in await asyncio.gather(*posts):
             if response.status_code != 200:
                 raise SystemExit(f"{response.status_code}: {response.text[:500]}")
-        counted.burst_s.append(time.monotonic() - began)
-        await asyncio.sleep(max(0.0, BURST_EVERY_S - counted.burst_s[-1]))
+        seconds = time.monotonic() - began
+        counted.burst_s += [seconds] if began >= ends[0] else []
+        await asyncio.sleep(max(0.0, BURST_EVERY_S - seconds))
 
 
 async def counted_by(url: str, key: str, model: str, numbers: Sequence[int], options: argparse.Namespace) -> Counted:

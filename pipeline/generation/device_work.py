@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Types of devices that run asynchronously to the host. While requests wait for a free slot, the scheduler reads a
-# FinishedSlotsPoll one iteration after it enqueued it, so that the host prepares the next prefill while decode steps
-# still run.
+# Types of devices that run asynchronously to the host. While requests wait for a free slot, or the host reads tokens,
+# the scheduler waits for copies to the host one iteration after it enqueued them, so that the host prepares the next
+# prefill, or delivers the tokens, while decode steps still run.
 DEFERRED_POLL_DEVICES = frozenset({"cuda"})
 
 
@@ -52,11 +52,15 @@ class HostCopy:
         self._copied = torch.cuda.Event()
         self._copied.record()
 
-    def tolist(self) -> list[Any]:
-        """Wait for the copy, and return its numbers."""
+    def wait(self) -> Tensor:
+        """Wait for the copy, and return it."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._on_host.tolist()
+        return self._on_host
+
+    def tolist(self) -> list[Any]:
+        """Wait for the copy, and return its numbers."""
+        return self.wait().tolist()
 
 
 @dataclass(slots=True)

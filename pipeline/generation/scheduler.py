@@ -8,7 +8,7 @@ another starts there, so that the next turn of a conversation prefills only the 
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import islice
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.generation import device_work
 from pipeline.generation.device_work import FinishedSlotsPoll, HostCopy, Lockstep, SideStream, to_device
 from pipeline.generation.forwards.kv_cache import Rest
-from pipeline.generation.options import MAX_PREFILL_TOKENS
+from pipeline.generation.prefills import PrefilledBatch, batches_of
 from pipeline.generation.rollouts import GenerationStopped, Truncation
 from pipeline.generation.session import Capacity, Finished, Request, Session, Tokens, new_events
 from pipeline.generation.slots import GenerationBuffers, slot_settings
@@ -43,33 +43,9 @@ MIN_PREFILL_SHARE_OVERLAPPED = 1 / 16
 POLL_INTERVAL_WATCHED = 4
 # Most tokens of prompts that start together while a response streams, unless one prompt has more: its next tokens wait
 # for them.
-MAX_PREFILL_TOKENS_WHILE_STREAMING = 2048
+MAX_PREFILL_TOKENS_WHILE_STREAMING = 8192
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefilledBatch:
-    """N requests whose prompts have been prefilled, before the first token is drawn.
-
-    requests: the requests.
-    slots: slot of each, on the host.
-    slot_index: (N,) int64, the same on the device.
-    lengths: (N,) int32, tokens of each prompt.
-    settings: (5, N) int64, see `slot_settings`.
-    numbers: (2, N) fp32, see `slot_settings`.
-    logits: (P, V), logits of the P prompts' last tokens.
-    source: (N,) int64, row of `logits` of each request.
-    """
-
-    requests: list[Request]
-    slots: list[int]
-    slot_index: Tensor
-    lengths: Tensor
-    settings: Tensor
-    numbers: Tensor
-    logits: Tensor
-    source: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +78,8 @@ class ContinuousBatching(Session):
     num_steps: decode steps enqueued so far.
     final_step: the value of `num_steps` at which every response that has a slot now has ended.
     polls: copies of the active flags on their way to the host, oldest first.
+    watched: copies of the tokens that the host reads on their way there, oldest first: their requests, tokens (N, T),
+        log-probabilities (N, T) and numbers of tokens (N,).
     prefilled: prefills that overlapped the last decode steps; their responses start before the next steps.
     offsets: busy slot -> its tokens in the KV cache less `num_steps`, which is constant while it decodes.
     ended: responses that have ended and are on their way to the host.
@@ -119,9 +97,15 @@ class ContinuousBatching(Session):
         self.free = list(range(buffers.num_slots))
         self.num_steps = self.final_step = 0
         self.polls: deque[FinishedSlotsPoll] = deque()
+        self.watched: deque[tuple[list[Request], list[HostCopy]]] = deque()
         self.prefilled: list[PrefilledBatch] = []
         self.offsets: dict[int, int] = {}
         self.ended: list[EndedResponses] = []
+
+    @property
+    def is_deferred(self) -> bool:
+        """True if the device runs asynchronously to the host."""
+        return self.device.type in device_work.DEFERRED_POLL_DEVICES
 
     def any_rank(self, flag: bool) -> bool:
         """Return True if `flag` is on any rank in lockstep; see `Session`."""
@@ -173,7 +157,7 @@ class ContinuousBatching(Session):
         self.buffers.decode(steps)
         self.num_steps += steps
         events = self._results() + self._watch()
-        self.free = self._poll_free_slots(deferred=more)
+        self.free = self._poll_free_slots(deferred=self.is_deferred and (more or bool(watched)))
         for slot in self.free:
             self.offsets.pop(slot, None)
         self._copy_ended([slot for slot in self.free if slot in self.running])
@@ -207,19 +191,28 @@ class ContinuousBatching(Session):
         return events
 
     def _watch(self) -> list[Tokens | Finished]:
-        """Report new tokens of running responses that stream, and end those that contain a stop text. Waits."""
-        watched = {slot: request for slot, request in self.running.items() if request.is_watched}
+        """Report new tokens of running responses that stream, and end those that contain a stop text. Waits.
+
+        If deferred, they are those that there were before the last decode steps.
+        """
+        slots = {request: slot for slot, request in self.running.items() if request.is_watched}
+        if slots:
+            index, state = to_device(torch.tensor([*slots.values()]), self.device), self.buffers.slots
+            copies = [HostCopy(values[index]) for values in (state.written, state.log_probs, state.position)]
+            self.watched.append(([*slots], copies))
         events: list[Tokens | Finished] = []
-        if not watched:
-            return events
-        index, state = to_device(torch.tensor(list(watched)), self.device), self.buffers.slots
-        written, log_probs, counts = state.written[index], state.log_probs[index], state.position[index].tolist()
-        for n, (slot, request) in enumerate(watched.items()):
-            new = new_events(request, written[n, : counts[n]], log_probs[n, : counts[n]], None, self.vocabulary)
-            events += new
-            if new and isinstance(new[-1], Finished):
-                del self.running[slot]
-                self.buffers.slots.active[slot] = 0  # a poll finds the slot free
+        while len(self.watched) > (1 if slots and self.is_deferred else 0):
+            requests, copies = self.watched.popleft()
+            written, log_probs, counts = (copy.wait() for copy in copies)
+            for n, (request, count) in enumerate(zip(requests, counts.tolist(), strict=True)):
+                if request not in slots:
+                    continue  # it has ended since
+                new = new_events(request, written[n, :count], log_probs[n, :count], None, self.vocabulary)
+                events += new
+                if new and isinstance(new[-1], Finished):
+                    slot = slots.pop(request)
+                    del self.running[slot]
+                    self.buffers.slots.active[slot] = 0  # a poll finds the slot free
         return events
 
     def _free_withdrawn(self) -> None:
@@ -267,7 +260,7 @@ class ContinuousBatching(Session):
         return slots_kept
 
     def _poll_free_slots(self, *, deferred: bool) -> list[int]:
-        """Return the slots that are known to be free: by the previous poll if `deferred` and on a GPU."""
+        """Return the slots that are known to be free: by the previous poll if `deferred`."""
         assigned = [slot for batch in self.prefilled for slot in batch.slots]
         if self.num_steps >= self.final_step:
             self.polls.clear()
@@ -275,7 +268,7 @@ class ContinuousBatching(Session):
         # The maximum over the group: its ranks must decode the same steps even if their logits differ in the last bits.
         active = HostCopy(self.group.largest(self.buffers.slots.active))
         self.polls.append(FinishedSlotsPoll(active, set(assigned)))
-        num_polls = 2 if deferred and self.device.type in device_work.DEFERRED_POLL_DEVICES else 1
+        num_polls = 2 if deferred else 1
         while len(self.polls) > num_polls:
             self.polls.popleft()
         return self.polls[0].free_slots() if len(self.polls) == num_polls else []
@@ -379,16 +372,3 @@ class ContinuousBatching(Session):
         self.running.update(zip(batch.slots, batch.requests, strict=True))
         self.contents.update(zip(batch.slots, batch.requests, strict=True))
         self.buffers.draw(batch.logits, batch.source, batch.slot_index)
-
-
-def batches_of(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """Yield the requests of each prefill, whose rows have at most MAX_PREFILL_TOKENS tokens of whole prompts."""
-    batch, rows, width = list[Request](), set[int](), 0
-    for request in requests:
-        rows, width = rows | {request.row}, max(width, len(request.prompt.ids))
-        if batch and width * len(rows) > MAX_PREFILL_TOKENS:
-            yield batch
-            batch, rows, width = [], {request.row}, len(request.prompt.ids)
-        batch.append(request)
-    if batch:
-        yield batch

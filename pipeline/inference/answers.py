@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -369,12 +370,12 @@ class AnswerStreamer(BaseStreamer):
         self.take([int(value.item())])
 
     def take(self, ids: Sequence[int]) -> None:
-        """Read the next tokens."""
-        for token in ids:
-            self.finished = self.finished or token in self._chat_model.vocabulary.eos_ids
-            if not self.finished:
-                self.ids.append(token)
-                self._emit_growth(may_wait=True)
+        """Read the next tokens, and emit their text as one piece."""
+        ends = self._chat_model.vocabulary.eos_ids
+        before_end = [*takewhile(lambda token: token not in ends, () if self.finished else ids)]
+        self.finished = self.finished or len(before_end) < len(ids)
+        self.ids += before_end
+        self._emit_growth(may_wait=True)
 
     def end(self) -> None:
         """Emit the tokens that still waited for the rest of a character."""

@@ -9,7 +9,7 @@ import torch
 from support.decode_models import DEVICE, EOS, FUNCTIONS, PAD, llama, opt, poll_often, random_ids, shaken_all
 from support.marks import slow_but
 
-from pipeline.generation import device_work, generator, scheduler
+from pipeline.generation import device_work, generator, prefills, scheduler
 from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
@@ -293,7 +293,7 @@ def test_a_prefill_counts_the_tokens_that_slots_have(
     monkeypatch: pytest.MonkeyPatch, limit: int, expected: list[tuple[int, int]]
 ) -> None:
     """But computes only the last token that was drawn, and the two behind it."""
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", limit)
+    monkeypatch.setattr(prefills, "MAX_PREFILL_TOKENS", limit)
     source, shapes = source_of("static", llama(), frozenset()), list[tuple[int, int]]()
     prefill = source.forward.prefill
     monkeypatch.setattr(

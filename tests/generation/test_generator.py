@@ -22,7 +22,7 @@ from support.decode_models import (
 )
 from support.marks import slow
 
-from pipeline.generation import device_work, scheduler
+from pipeline.generation import device_work, prefills, scheduler
 from pipeline.generation.episodes import generate
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import Generator
@@ -287,7 +287,7 @@ def test_a_slightly_longer_prompt_fits_in_the_same_buffers():
 @pytest.mark.parametrize("limit", [1, 6, 9])
 def test_prefills_have_a_bounded_size(monkeypatch, limit):
     """A prefill has at most `limit` tokens, padding counted, or one prompt."""
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", limit)
+    monkeypatch.setattr(prefills, "MAX_PREFILL_TOKENS", limit)
     model = llama()
     function = StaticCacheForward(model)
     shapes = watched_prompts(function, monkeypatch)

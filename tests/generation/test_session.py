@@ -1,11 +1,12 @@
 """Requests with settings of their own in one session: on every backend as in a session alone; stops."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.decode_models import EOS, FUNCTIONS, PAD, llama, opt, poll_often, random_ids
+from support.decode_models import DEVICE, EOS, FUNCTIONS, PAD, llama, opt, poll_often, random_ids
 from support.marks import slow_but
 from support.messages import naming
 
@@ -18,6 +19,7 @@ from pipeline.generation.session import Capacity, Finished, Request, Session, Se
 BACKENDS = slow_but(["eager", "static"], ["eager", *FUNCTIONS])
 ENDS = frozenset({EOS, *range(20, 50)})
 ROOM = Capacity(num_slots=3, max_new_tokens=9, max_length=20)
+LONG = Capacity(num_slots=3, max_new_tokens=40, max_length=60)
 # Every kind of setting, each with a key of its own; more requests than slots, of unlike prompts and limits.
 REQUESTS = [
     (3, Sampling(9), RandomKey(3, "rollout"), 0),
@@ -108,11 +110,17 @@ def test_a_prompts_random_numbers_are_those_of_its_ids():
     assert Prompt.of((5, 6)).prompt_id == ids[0]
 
 
-@pytest.mark.parametrize("deferred", [False, True])
+@pytest.fixture(params=[False, True], ids=["at once", "deferred"])
+def deferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the host reads copies one iteration late, as on a GPU, on any device."""
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type} if request.param else ()))
+    return request.param
+
+
+@pytest.mark.usefixtures("deferred")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_stop_text_ends_a_response_with_the_token_that_completes_it(backend, deferred, monkeypatch):
+def test_a_stop_text_ends_a_response_with_the_token_that_completes_it(backend):
     """Words over two tokens too; a request beside it with the same random numbers goes on."""
-    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({"cpu"} if deferred else ()))
     model = opt()
     plain = source_of(backend, model, frozenset()).session(ROOM)
     length, how, key, sample = REQUESTS[0]
@@ -141,6 +149,7 @@ def test_a_stop_text_ends_a_response_with_the_token_that_completes_it(backend, d
     assert found[1].ids.tolist() == ids and found[2].ids.tolist() == ids[:at]
 
 
+@pytest.mark.usefixtures("deferred")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_are_streamed_while_the_response_is_written(backend):
     session = source_of(backend, opt(), frozenset()).session(ROOM)
@@ -156,6 +165,7 @@ def test_tokens_are_streamed_while_the_response_is_written(backend):
     assert all(event.request.number == 0 for event in events if isinstance(event, Tokens))
 
 
+@pytest.mark.usefixtures("deferred")
 @pytest.mark.slow
 def test_responses_that_start_again_are_reported_once(monkeypatch):
     """Memory for two slots, then one: a streamed response loses its slot, and its tokens come once, in order."""
@@ -220,6 +230,7 @@ def test_a_request_without_room_is_refused(backend, ids, sampling, complaint):
         source.session(ROOM).submit(Prompt(ids, 1), sampling, RandomKey(1, "r"))
 
 
+@pytest.mark.usefixtures("deferred")
 @pytest.mark.parametrize("turns", [0, 1, 3], ids=["waiting", "started", "running"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_withdrawn_request_has_no_result_and_its_slot_serves_others(backend, turns):
@@ -241,6 +252,7 @@ def test_a_withdrawn_request_has_no_result_and_its_slot_serves_others(backend, t
     assert session.is_idle
 
 
+@pytest.mark.usefixtures("deferred")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_withdrawing_all_requests_leaves_a_session_that_serves(backend):
     model = llama()
@@ -257,28 +269,30 @@ def test_withdrawing_all_requests_leaves_a_session_that_serves(backend):
     assert_equal(event, finished(alone)[0])
 
 
+@pytest.mark.usefixtures("deferred")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_request_that_streams_starts_in_a_free_slot_at_once(backend):
     """While another runs, which has a longer way to go."""
     model = llama()
-    session = source_of(backend, model, frozenset()).session(ROOM)
+    session = source_of(backend, model, frozenset()).session(LONG)
     first, second = Prompt([7, 8, 9], 1), Prompt([5], 2)
-    long = session.submit(first, Sampling(9), RandomKey(1, "rollout"), streams=True)
+    long = session.submit(first, Sampling(40), RandomKey(1, "rollout"), streams=True)
     session.advance()
     session.submit(second, Sampling(2), RandomKey(1, "rollout"), streams=True)
-    order = [event.request for _ in range(20) for event in session.advance() if isinstance(event, Finished)]
+    order = [event.request for _ in range(99) for event in session.advance() if isinstance(event, Finished)]
     assert len(order) == 2 and order[1] is long
 
 
+@pytest.mark.usefixtures("deferred")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_slot_of_a_withdrawn_request_is_free_before_its_answer_would_have_ended(backend):
     """All slots run long requests; one is withdrawn, and a short request ends before the others."""
-    session = source_of(backend, llama(), frozenset()).session(ROOM)
-    long = [session.submit(Prompt([7, n], n), Sampling(9), RandomKey(1, "rollout"), streams=True) for n in range(3)]
+    session = source_of(backend, llama(), frozenset()).session(LONG)
+    long = [session.submit(Prompt([7, n], n), Sampling(40), RandomKey(1, "rollout"), streams=True) for n in range(3)]
     session.advance()
     session.withdraw(long[1])
     short = session.submit(Prompt([5], 9), Sampling(2), RandomKey(1, "rollout"), streams=True)
-    order = [event.request for _ in range(30) for event in session.advance() if isinstance(event, Finished)]
+    order = [event.request for _ in range(99) for event in session.advance() if isinstance(event, Finished)]
     assert order == [short, long[0], long[2]]
 
 
@@ -310,3 +324,43 @@ def test_long_prompts_start_one_by_one_while_a_response_streams(monkeypatch, bac
         alone.submit(prompt, Sampling(9), RandomKey(1, "rollout"), sample=sample)
     for number, event in finished(alone).items():
         assert_equal(found[number], event)
+
+
+@pytest.mark.parametrize("backend", slow_but(["static"], FUNCTIONS))
+def test_streams_are_the_responses_whatever_ends_them(backend, deferred):
+    """Ends, limits, stop texts and withdrawals while others join; each token is reported once, and none after the end.
+
+    If deferred, the device has decoded further steps of a response meanwhile that a stop text ends.
+    """
+    model = llama()
+    quiet = source_of(backend, model).session(ROOM)
+    submitted(quiet, REQUESTS)
+    expected = finished(quiet)
+    stops = {n: f"<{one.ids[len(one.ids) // 2]}>" for n, one in expected.items() if n in (0, 3, 6)}
+    session, left, found = source_of(backend, model).session(ROOM), [*enumerate(REQUESTS)], dict[int, Finished]()
+    streamed: dict[int, list[tuple[int, float]]] = {n: [] for n in expected}
+    tickets: dict[int, Request] = {}
+    for turn in range(200):
+        if left and turn % 2 == 0:
+            number, (length, how, key, sample) = left.pop(0)
+            how = replace(how, stop=(stops[number],)) if number in stops else how
+            prompt = Prompt(random_ids((length,), seed=length)[0], 70 + length)
+            tickets[number] = session.submit(prompt, how, key, sample=sample, streams=True)
+        for event in session.advance():
+            number = event.request.number
+            assert number not in found and not event.request.is_withdrawn
+            if isinstance(event, Finished):
+                found[number] = event
+            else:
+                streamed[number] += zip(event.ids, event.log_probs.tolist(), strict=True)
+        if 4 in tickets and streamed[4]:
+            session.withdraw(tickets[4])
+        if session.is_idle and not left:
+            break
+    for number, event in found.items():
+        whole = expected[number].ids.tolist()
+        end = next((n for n, token in enumerate(whole, 1) if f"<{token}>" == stops.get(number)), len(whole))
+        assert event.ids.tolist() == whole[:end] and (event.reason == "stop") == (number in stops)
+        assert streamed[number] == [*zip(whole[:end], event.log_probs.tolist(), strict=True)]
+        torch.testing.assert_close(event.log_probs, expected[number].log_probs[:end], rtol=0.0, atol=1e-5)
+    assert {*expected} - {*found} <= {4}

@@ -11,7 +11,7 @@ from worker_decode import FUSED, STOP, change_weights, engine_of, findings, num_
 from worker_ppo import responses_of, setup
 
 from pipeline.engine.engine import TrainingEngine
-from pipeline.generation import scheduler, sources
+from pipeline.generation import prefills, scheduler, sources
 from pipeline.generation.forwards import fused_weights, streaming
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import Rollout, Sampling, Vocabulary
@@ -107,7 +107,7 @@ def step_3(inputs: Path) -> dict[str, Any]:
 def cases() -> dict[str, Any]:
     scheduler.POLL_INTERVAL, scheduler.POLL_INTERVAL_WHILE_WAITING = 2, 1
     # Prompts of six tokens at once, padding counted: slots are filled by several prefills, fewer on one rank.
-    scheduler.MAX_PREFILL_TOKENS = 6
+    prefills.MAX_PREFILL_TOKENS = 6
     fused_weights.GROUP_BYTES = 1  # each layer is a group
     results: dict[str, Any] = {name: partial(compared, name=name) for name in MAKERS}
     return results | {"stopped": stopped, "decided": decided, "step 3": step_3}

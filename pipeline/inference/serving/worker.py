@@ -195,9 +195,8 @@ class ServedModel:
                 else:
                     self.num_tokens += len(event.ids)
                     log_probs = event.log_probs.tolist() if answer.has_log_probs else [0.0] * len(event.ids)
-                    for token in zip(event.ids, log_probs, strict=True):  # one by one: a piece has those of its text
-                        answer.tokens.append(token)
-                        answer.streamer.take(token[:1])
+                    answer.tokens += zip(event.ids, log_probs, strict=True)
+                    answer.streamer.take(event.ids)
             except BaseException as error:
                 self.withdraw(event.request)
                 answer.deliver(Failed(f"its tokens could not be decoded: {type(error).__name__}: {error}"))
