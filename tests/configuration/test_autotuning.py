@@ -89,8 +89,11 @@ def test_a_real_search_by_hand_on_the_cpu(tmp_path, tiny_folders):
     words = f"--autotuning run --num_gpus 1 {ROOT}/step1_sft/main.py --deepspeed_config ds.json --data-path rows.jsonl"
     words += " --data-split none --eval-fraction 0 --output-dir out --run-dir made --max-steps 12 --max-seq-len 64"
     words += f" --model {tiny_folders['llama']}"
+    # Where MLflow is installed, DeepSpeed's search wants the id of one of its runs.
+    write_program(tmp_path / "hidden" / "mlflow.py", "raise ImportError\n")
+    modules = os.pathsep.join([str(tmp_path / "hidden"), str(ROOT)])
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": modules}
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *words.split()]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     results = tmp_path / "autotuning_results"
