@@ -11,7 +11,7 @@ from pipeline.data import templates
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
-from pipeline.generation.session import Capacity
+from pipeline.generation.session import Capacity, Finished, Session, Tokens
 from pipeline.inference.answers import AnswerStreamer, load_chat_model
 from pipeline.inference.serving import worker as workers
 from pipeline.inference.serving.worker import Ended, Failed, Piece, ServedModel, StoppedText, Worker
@@ -35,15 +35,42 @@ def worker(model) -> Worker:
     return worker
 
 
-def answered(worker: Worker, model: ServedModel, *, has_log_probs: bool = False) -> list[Any]:
+def answered(
+    worker: Worker, model: ServedModel, *, has_log_probs: bool = False, stop: tuple[str, ...] = ()
+) -> list[Any]:
     """The events of a request, to its end."""
     events: queue.Queue[Any] = queue.Queue()
-    how = (Prompt.of([5, 6, 7]), Sampling(20, 0), RandomKey(1, "answer"), 0, events.put)
+    how = (Prompt.of([5, 6, 7]), Sampling(20, 0, stop=stop), RandomKey(1, "answer"), 0, events.put)
     worker.call(lambda: model.start(*how, continues=False, has_log_probs=has_log_probs)).result(10)
     found = [events.get(timeout=10)]
     while isinstance(found[-1], Piece):
         found.append(events.get(timeout=10))
     return found
+
+
+@pytest.mark.parametrize("stop", [(), ("!",), ("x",)], ids=str)
+def test_pieces_of_several_tokens_are_the_text_and_tokens_of_single_ones(worker, model, monkeypatch, stop):
+    """As on a GPU, where a session reports the tokens of a few steps at once."""
+    single = answered(worker, model, has_log_probs=True, stop=stop)
+    advance = type(model.session()).advance
+
+    def several(session: Session) -> list[Tokens | Finished]:
+        events: list[Tokens | Finished] = []
+        for event in (event for _ in range(4) if not session.is_idle for event in advance(session)):
+            if isinstance(event, Tokens) and events and isinstance(last := events[-1], Tokens):
+                events[-1] = Tokens(event.request, last.ids + event.ids, torch.cat([last.log_probs, event.log_probs]))
+            else:
+                events.append(event)
+        return events
+
+    monkeypatch.setattr(type(model.session()), "advance", several)
+    found = answered(worker, model, has_log_probs=True, stop=stop)
+    assert found[-1] == single[-1] and len(found) < len(single)
+    texts, tokens = zip(*(("".join(one.text for one in each[:-1]), [token for one in each[:-1] for token in one.tokens])
+                          for each in (found, single)), strict=True)  # fmt: skip
+    assert texts[0] == texts[1] != ""
+    ended = [*zip(single[-1].ids, single[-1].log_probs, strict=True)]
+    assert [each == ended[: len(each)] and len(each) > 1 for each in tokens] == [True, True]
 
 
 def test_an_error_of_the_model_ends_its_answers_and_the_next_request_is_served(worker, model, monkeypatch):
